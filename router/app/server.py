@@ -6,7 +6,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from router.app.wiring import (
     open_pods_source,
     pick_may_block,
     plugin_states,
+    pool_ports,
 )
 from router.config.flags import ignored_flags
 from router.config.picker_file import Resources, RewriteRules, read_resources
@@ -44,6 +45,7 @@ from router.doors.pick import EndpointPickerService
 from router.errors import ConfigError, ListenError
 from router.feedback.fleet import Fleet
 from router.feedback.lifecycle import Lifecycle, LostEndDetector
+from router.h2 import GrpcServer
 from router.inflight.failures import PodFailures
 from router.inflight.ledger import Ledger, LedgerParameters
 from router.inflight.rates import PrefillRates, RateParameters
@@ -95,7 +97,10 @@ class RouterServer:
             )
         registry = CollectorRegistry()
         resources = read_resources(config.resources_file) if config.resources_file else Resources()
-        self._rewrites = RewriteRules(resources.rules, np.random.default_rng())
+        self._rewrites = {
+            pool: RewriteRules(resources.rules, np.random.default_rng()) for pool in pool_ports(config)
+        }
+        self._priorities: dict[str, Mapping[str, int]] = {}
         self.pods = PodSet()
         self._admission, self._flow = build_admission(config, resources.priorities, self.pods, registry)
         self._ledger = Ledger(LedgerParameters(lifetime_s=config.request_lifetime_s), self.pods.load_table)
@@ -135,7 +140,9 @@ class RouterServer:
     @property
     def ports(self) -> dict[str, int]:
         """Bound ports by listener: `grpc`, `grpc-health`, `metrics`."""
-        return {"grpc": self._grpc.port, "grpc-health": self._grpc_health.port, "metrics": self._debug.port}
+        more = {f"grpc-{pool}": grpc.port for pool, grpc in self._grpc.items()}
+        first = more.pop(next(iter(more)))
+        return {"grpc": first, **more, "grpc-health": self._grpc_health.port, "metrics": self._debug.port}
 
     def start(self) -> None:
         self.index.start()
@@ -144,15 +151,17 @@ class RouterServer:
         self._housekeeper.start()
         if self._flow is not None:
             self._flow.start()
-        for listener in (self._grpc, self._grpc_health, self._debug):
-            listener.start()
+        for grpc in (*self._grpc.values(), self._grpc_health):
+            grpc.start()
+        self._debug.start()
         self._fleet.start()
         _log.info("listening: %s", ", ".join(f"{name} {port}" for name, port in self.ports.items()))
 
     def drain(self) -> None:
         """Report NOT_SERVING, then wait up to the drain timeout for picks and streams in progress."""
         self._stop_housekeeping()
-        self._grpc.drain()
+        for grpc in self._grpc.values():
+            grpc.drain()
         deadline_s = time.monotonic() + self.config.drain_timeout_s
         while self._metrics.requests_inside and time.monotonic() < deadline_s:
             time.sleep(_HOUSEKEEPING_S)
@@ -199,13 +208,20 @@ class RouterServer:
             wake=self.watch.wake if config.wake_pods else None,
             flow=self._flow,
         )
-        self.router = ObservedRouter(routed, self._metrics, self._traces, self.lifecycle.states)
+        routers = [
+            ObservedRouter(routed, self._metrics, self._traces, self.lifecycle.states, pool)
+            for pool in pool_ports(config)
+        ]
+        self.router = routers[0]
         self._debug = opened.enter_context(closing(listen_metrics(config, registry, self._pages())))
         self._grpc_health = opened.enter_context(closing(listen_health(config, self.health)))
         may_block = pick_may_block(config, self._flow, self._tokenizers)
-        grpc = listen_grpc(config, self._services(registry), may_block=may_block)
-        self._grpc = opened.enter_context(closing(grpc))
-        self._tokenizers.waits = partial(move_picks, grpc)
+        streams = StreamMetrics(registry).opened if config.stream_metrics else None
+        self._grpc: dict[str, GrpcServer] = {}
+        for router, port in zip(routers, pool_ports(config).values(), strict=True):
+            grpc = listen_grpc(config, port, self._services(router, streams), may_block=may_block)
+            self._grpc[router.pool] = opened.enter_context(closing(grpc))
+        self._tokenizers.waits = partial(move_picks, self._grpc.values())
         if self._flow is not None:
             # Closed before the listeners: requests queued in flow control occupy their threads.
             opened.callback(self._flow.close)
@@ -244,8 +260,10 @@ class RouterServer:
             renderings=self._tokenizers.renderings,
         )
 
-    def _services(self, registry: CollectorRegistry) -> list[Callable[[Any], object]]:
-        """Return functions that register the services of the gRPC port with a server."""
+    def _services(
+        self, router: ObservedRouter, streams: Callable[[], Callable[[str], object]] | None
+    ) -> list[Callable[[Any], object]]:
+        """Return functions that register the services of a gRPC port with a server."""
         config, lifecycle, metrics = self.config, self.lifecycle, self._metrics
         salt, fields = self._salt, config.forbidden_fields
         # With salts, a body that cannot be read is rejected, too: it cannot be salted.
@@ -253,22 +271,21 @@ class RouterServer:
             fields if salt is None else fields + SALT_FIELDS,
             lambda: salt is not None or kv_connector_sign(config, self.pods.current) is not None,
         )
-        ext_proc = self._ext_proc(guard)
-        opened = StreamMetrics(registry).opened if config.stream_metrics else None
+        ext_proc = self._ext_proc(router, guard)
         return [
-            lambda server: ext_proc.add_to(server, opened),
-            ExtAuthzService(self.router, guard, metrics, config.max_request_bytes, salt).add_to,
-            EndpointPickerService(self.router, lifecycle, metrics, self.pods, salt).add_to,
+            lambda server: ext_proc.add_to(server, streams),
+            ExtAuthzService(router, guard, metrics, config.max_request_bytes, salt).add_to,
+            EndpointPickerService(router, lifecycle, metrics, self.pods, salt).add_to,
             AccessLogService(lifecycle, metrics, self.watch.mark_not_ready).add_to,
             self.index.exports.add_to,
             self._fleet.service.add_to,
             self.health.add_to,
         ]
 
-    def _ext_proc(self, guard: BodyGuard) -> ExtProcService:
+    def _ext_proc(self, router: ObservedRouter, guard: BodyGuard) -> ExtProcService:
         config = self.config
         parts: dict[str, Any] = {
-            "router": self.router,
+            "router": router,
             "guard": guard,
             "metrics": self._metrics,
             "salt": self._salt,
@@ -283,7 +300,7 @@ class RouterServer:
             buffered_bytes_max=config.max_request_bytes,
             emits_scores=config.emit_endpoint_scores,
             pods=self.pods,
-            rewrites=self._rewrites,
+            rewrites=self._rewrites[router.pool],
         )
         evictable = self._flow.evictable if self._flow is not None else None
         return ExtProcService(dialect, self.lifecycle, options, evictable)
@@ -347,10 +364,14 @@ class RouterServer:
         pod = self.pods.current.get(address)
         return pod.name if pod is not None else ""
 
-    def _set_resources(self, resources: Resources) -> None:
-        """Apply changed objectives and rewrites of the cluster."""
-        self._admission.priorities = dict(self.config.priorities) | dict(resources.priorities)
-        self._rewrites.replace(resources.rules)
+    def _set_resources(self, pool: str, resources: Resources) -> None:
+        """Apply changed objectives and rewrites of a pool; one name has the priority of the first pool."""
+        self._priorities[pool] = resources.priorities
+        priorities = dict(self.config.priorities)
+        for each in reversed(self._rewrites):
+            priorities |= self._priorities.get(each, {})
+        self._admission.priorities = priorities
+        self._rewrites[pool].replace(resources.rules)
 
     def _forget_others(self, pods: Collection[str], restarted: Collection[str]) -> None:
         # A restarted pod may run on another machine, so its learned rate is dropped.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,12 +55,12 @@ _HEALTH = {"/grpc.health.v1.Health/Check": _INLINE_BYTES_MAX}
 
 
 def open_pods_source(
-    config: RouterConfig, registry: CollectorRegistry, on_resources: Callable[[Resources], None]
+    config: RouterConfig, registry: CollectorRegistry, on_resources: Callable[[str, Resources], None]
 ) -> PodsSource:
     """Open the source of pods: the pods file or the cluster.
 
     Args:
-        on_resources: Called with the cluster's objectives and rewrites whenever they change.
+        on_resources: Called with a pool and its objectives and rewrites whenever they change.
 
     Raises:
         ConfigError: The pods file is invalid, or credentials for the cluster are missing.
@@ -68,9 +69,13 @@ def open_pods_source(
         assert config.pods_file is not None
         return PodsFile(config.pods_file, watch=config.watch_pods_file)
     # Imported here because the official client takes about a second to load.
+    from router.pods.kube.pools import PoolSources
     from router.pods.kube.source import KubeSource
 
-    return KubeSource(config.kube, registry, on_resources, rewrites=config.compat != "off")
+    rewrites = config.compat != "off"
+    if config.kube.more_pools:
+        return PoolSources(config.kube, registry, on_resources, rewrites)
+    return KubeSource(config.kube, registry, partial(on_resources, ""), rewrites)
 
 
 def build_admission(
@@ -165,10 +170,17 @@ def _load_age_max_s(config: RouterConfig) -> float:
     return max(CostParameters().load_age_max_s, LOAD_AGE_INTERVALS * config.refresh_interval_s)
 
 
+def pool_ports(config: RouterConfig) -> dict[str, int]:
+    """Return the gRPC port of each pool; "" stands for the pool of a router that has only one."""
+    if config.kube is None or not config.kube.more_pools:
+        return {"": config.grpc_port}
+    return {config.kube.pool: config.grpc_port, **dict(config.kube.more_pools)}
+
+
 def listen_grpc(
-    config: RouterConfig, services: Sequence[Callable[[Any], object]], *, may_block: bool
+    config: RouterConfig, port: int, services: Sequence[Callable[[Any], object]], *, may_block: bool
 ) -> GrpcServer:
-    """Bind the gRPC port and register `services` there.
+    """Bind a gRPC port and register `services` there.
 
     Args:
         may_block: Whether a pick may block; if so, picks do not run on their connection's thread.
@@ -177,9 +189,9 @@ def listen_grpc(
         ListenError: The port is in use.
     """
     return GrpcServer(
-        "--grpc-port",
+        "--grpc-port" if port == config.grpc_port else "--pool-port",
         config.host,
-        config.grpc_port,
+        port,
         threads=config.max_streams + _LONG_STREAMS,
         # The request phase takes about a millisecond, so short queueing is better than rejecting.
         requests_max=(1 if config.responses_full else 4) * config.max_streams + _LONG_STREAMS,
@@ -194,9 +206,10 @@ def listen_grpc(
     )
 
 
-def move_picks(grpc: GrpcServer) -> None:
+def move_picks(servers: Collection[GrpcServer]) -> None:
     """Serve picks on threads of their own from now on, because they may block."""
-    grpc.inline = _HEALTH
+    for grpc in servers:
+        grpc.inline = _HEALTH
 
 
 def listen_health(config: RouterConfig, health: Health) -> GrpcServer:

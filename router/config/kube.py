@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from common.flags import file_flag, flag, flag_values, port
+from common.flags import file_flag, flag, flag_values, pair, port
 from indexer.config import DEFAULT_EVENTS_PORT, RANKS_MAX
 from router.config.flags import positive_duration
 from router.errors import ConfigError
@@ -57,6 +57,14 @@ class KubeConfig:
         "",
         "InferencePool whose pods are used; with file discovery its name",
         metavar="NAME",
+    )
+    more_pools: tuple[tuple[str, int], ...] = _flag(
+        "--pool-port",
+        pair(port),
+        (),
+        "further InferencePool, and the gRPC port whose requests go to its pods; may be repeated",
+        action="append",
+        metavar="NAME=PORT",
     )
     pool_group: str = _flag(
         "--pool-group",
@@ -111,6 +119,11 @@ class KubeConfig:
         metavar="DURATION",
     )
 
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """Names of all InferencePools, that of --pool-name first."""
+        return (self.pool, *(name for name, _ in self.more_pools)) if self.pool else ()
+
 
 def kube_config(flags: argparse.Namespace) -> KubeConfig | None:
     """Build the configuration from parsed flags; None if they select no pods in Kubernetes.
@@ -121,6 +134,10 @@ def kube_config(flags: argparse.Namespace) -> KubeConfig | None:
     config = KubeConfig(**flag_values(KubeConfig, flags), events_bind=flags.events_bind is not None)
     if config.pool and config.selector:
         raise ConfigError("give either --pool-name or --endpoint-selector, not both")
+    if config.more_pools and not config.pool:
+        raise ConfigError("--pool-port: names a further pool; give the first one by --pool-name")
+    if len(set(config.pools)) < len(config.pools):
+        raise ConfigError("--pool-port: names a pool twice, or that of --pool-name")
     if bool(config.selector) != bool(config.target_ports):
         raise ConfigError(
             "--endpoint-selector and --endpoint-target-ports must be given together; a pool defines both"

@@ -257,7 +257,7 @@ class LlmdDialect(NativeDialect):
         self, request: RouteRequest, _is_active: Callable[[], bool]
     ) -> tuple[str, Decision | None]:
         """Pick a random ready endpoint among those that the gateway allows."""
-        pods = [pod for pod in self.pods.current.values() if pod.ready]
+        pods = [pod for pod in self.pods.of_pool(self.router.pool).values() if pod.ready]
         if not pods:
             raise RequestError(500, "no pods available in datastore")
         allowed = [pod.address for pod in pods if is_allowed(pod, request.candidates)]

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from common.repeated_log import RepeatedLog
 from router.errors import RequestError
 from router.observe.metrics import RouterMetrics
@@ -29,6 +31,7 @@ class ObservedRouter:
     metrics: RouterMetrics
     traces: Traces | None = None
     states: StatePods | None = None  # pods of stored responses, conversations and files
+    pool: str = ""  # InferencePool of all requests, where the router has several
 
     def route(
         self, request: RouteRequest, now_s: float, is_active: Callable[[], bool] | None = None
@@ -43,6 +46,8 @@ class ObservedRouter:
         # Unix times in nanoseconds: the request's arrival, then the end of each step.
         steps_ns = [time.time_ns()]
         try:
+            if self.pool:
+                request = msgspec.structs.replace(request, pool=self.pool)
             if self.states is not None and request.kind in _STATEFUL:
                 request = self.states.bound(request)
             steps = () if traces is None else (lambda: steps_ns.append(time.time_ns()),)

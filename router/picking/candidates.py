@@ -75,7 +75,7 @@ def select_candidates(request: RouteRequest, pod_set: PodSet) -> CandidateSet:
         NoEndpointError: No pod is ready, or the gateway allows none of those that are.
         RequestError: 404, if every ready pod has reported its models and none serves the requested one.
     """
-    allowed, excluded, pods = [], {}, pod_set.current
+    allowed, excluded, pods = [], {}, pod_set.of_pool(request.pool)
     ready = serving = False
     none_ready = not any(pod.ready for pod in pods.values())
     for pod in pods.values():
@@ -143,7 +143,7 @@ def _context_tokens(pods: Sequence[Pod]) -> int | None:
 
 @dataclass(eq=False)
 class CandidateCache:
-    """Cache of candidate sets by model and allowed endpoints, cleared when the pods change. Thread-safe.
+    """Cache of candidate sets by model, allowed endpoints and pool, until the pods change. Thread-safe.
 
     Most requests ask for the same model, and filtering hundreds of pods takes longer than computing costs.
     """
@@ -152,7 +152,7 @@ class CandidateCache:
 
     def __post_init__(self) -> None:
         self._generation = -1
-        self._entries: dict[tuple[str | None, frozenset[str] | None], CandidateSet] = {}
+        self._entries: dict[tuple[str | None, frozenset[str] | None, str], CandidateSet] = {}
 
     def get(self, request: RouteRequest) -> CandidateSet:
         """Return the candidates of a request, from the cache if possible; see `select_candidates`."""
@@ -160,7 +160,7 @@ class CandidateCache:
         generation = self.pods.generation
         if generation != self._generation or len(self._entries) >= _ENTRIES_MAX:
             self._entries, self._generation = {}, generation
-        entries, key = self._entries, (request.model, request.candidates)
+        entries, key = self._entries, (request.model, request.candidates, request.pool)
         if (candidates := entries.get(key)) is None:
             candidates = entries[key] = select_candidates(request, self.pods)
         return candidates

@@ -29,6 +29,8 @@ _REGISTERED_MAX = 1024
 _UNLOADED_MAX, _NAME_CHARS_MAX = 1000, 256
 
 ROLE_LABEL = "llm-d.ai/role"
+# InferencePool of a pod, set by the router where it has several.
+POOL_LABEL = "kvroute.io/pool"
 
 # The first label present applies.
 _ENGINE_LABELS = ("llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type")
@@ -138,6 +140,15 @@ class PodSet:
         self.load_table.declare(pods, anew)
         self.generation += 1
         return anew
+
+    def of_pool(self, pool: str) -> PodSnapshot:
+        """Return the pods of an InferencePool; "" stands for all."""
+        pods = self.current
+        return (
+            pods
+            if not pool
+            else {address: pod for address, pod in pods.items() if pod.entry.labels.get(POOL_LABEL) == pool}
+        )
 
     def put(self, pod: Pod) -> None:
         """Replace the state of one pod, unless the pod has been removed."""

@@ -65,6 +65,7 @@ class RouteRequest(msgspec.Struct, frozen=True):
     # Headers by lower-case name: objective, session and trace context.
     headers: Mapping[str, str] = msgspec.field(default_factory=dict)
     client_model: str | None = None  # the client's model if it was rewritten; "" if the client named none
+    pool: str = ""  # InferencePool whose pods may serve it, where the router has several; else ""
 
 
 # Media items of one prompt, in order of their placeholders.

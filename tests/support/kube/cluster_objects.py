@@ -231,11 +231,11 @@ def kube_router(config: KubeConfig, **settings: Any) -> Iterator[RouterServer]:
 
 
 class Picker:
-    """Client that requests picks over gRPC."""
+    """Client that requests picks over gRPC, at one of the router's ports."""
 
-    def __init__(self, router: RouterServer) -> None:
+    def __init__(self, router: RouterServer, port: str = "grpc") -> None:
         self._stack = ExitStack()
-        self._channel = self._stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{router.ports['grpc']}"))
+        self._channel = self._stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{router.ports[port]}"))
         self._stub = pb_grpc.EndpointPickerStub(self._channel)
 
     def close(self) -> None:
@@ -252,10 +252,10 @@ class Picker:
                 return refusals[error.code()]
             raise
 
-    def refusal(self) -> str:
+    def refusal(self, **fields: Any) -> str:
         """Return why a pick finds no pod; "" if it finds one."""
         try:
-            self._picked({})
+            self._picked(fields)
         except grpc.RpcError as error:
             return f"{error.code().name}: {error.details()}"
         return ""

@@ -1,0 +1,100 @@
+"""Discovery of the pods of several InferencePools, each with watches of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, replace
+from functools import partial
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from indexer import EngineState
+from indexer.pod_entry import PodEntry
+from router.config.kube import KubeConfig
+from router.config.picker_file import Resources
+from router.pods.kube.source import KubeSource
+from router.pods.pod_set import POOL_LABEL, Pod, PodsSource
+
+
+@dataclass(eq=False)
+class PoolSources(PodsSource, Collector):
+    """Source of the pods of several pools, which have the label `POOL_LABEL`.
+
+    Its metrics are those of each pool's source, with a label for the pool. A pod that several pools select
+    belongs to the first of them.
+
+    Raises:
+        ConfigError: There are no credentials for a cluster.
+    """
+
+    config: KubeConfig
+    registry: InitVar[CollectorRegistry]
+    # Called with a pool and its priorities and rewrite rules whenever they may have changed, on any thread.
+    on_resources: Callable[[str, Resources], None]
+    rewrites: bool = True  # whether the router rewrites models
+
+    def __post_init__(self, registry: CollectorRegistry) -> None:
+        self._registries = {pool: CollectorRegistry() for pool in self.config.pools}
+        self._sources: dict[str, KubeSource] = {
+            pool: KubeSource(
+                replace(self.config, pool=pool, more_pools=()),
+                own,
+                partial(self.on_resources, pool),
+                self.rewrites,
+            )
+            for pool, own in self._registries.items()
+        }
+        self._entries: dict[str, tuple[PodEntry, ...]] = {}
+        registry.register(self)
+
+    def changed(self) -> tuple[PodEntry, ...] | None:
+        changes = {pool: source.changed() for pool, source in self._sources.items()}
+        if all(entries is None for entries in changes.values()):
+            return None
+        by_address: dict[str, PodEntry] = {}
+        for pool, entries in changes.items():
+            if entries is not None:
+                labelled = (replace(one, labels={**one.labels, POOL_LABEL: pool}) for one in entries)
+                self._entries[pool] = tuple(labelled)
+            for entry in self._entries.get(pool, ()):
+                by_address.setdefault(entry.pod, entry)
+        return tuple(by_address.values())
+
+    def status(self, now_s: float) -> Any:
+        pools = {pool: source.status(now_s) for pool, source in self._sources.items()}
+        problems = [one for pool in pools.values() for one in pool["problems"]]
+        return {"source": "kubernetes", "pools": pools, "problems": problems}
+
+    def start(self, notify: Callable[[], None]) -> None:
+        for source in self._sources.values():
+            source.start(notify)
+
+    def close(self) -> None:
+        for source in self._sources.values():
+            source.close()
+
+    def waits_for(self) -> Sequence[str]:
+        waits = (missing for source in self._sources.values() for missing in source.waits_for())
+        return list(dict.fromkeys(waits))
+
+    def check(self, pods: Iterable[Pod], engines: Collection[EngineState], now_s: float) -> None:
+        by_pool: Mapping[str, list[Pod]] = {pool: [] for pool in self._sources}
+        for pod in pods:
+            by_pool[pod.entry.labels[POOL_LABEL]].append(pod)
+        for pool, source in self._sources.items():
+            own = {pod.address for pod in by_pool[pool]}
+            source.check(by_pool[pool], [one for one in engines if one.stream.pod in own], now_s)
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for pool, registry in self._registries.items():
+            for metric in registry.collect():
+                family = families.setdefault(
+                    metric.name, Metric(metric.name, metric.documentation, metric.type)
+                )
+                for sample in metric.samples:
+                    family.add_sample(sample.name, {**sample.labels, "pool": pool}, sample.value)
+        return families.values()
