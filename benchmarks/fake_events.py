@@ -25,7 +25,7 @@ import zmq
 
 from benchmarks.fake_pod import model_directory
 from model_server.kv_events.events import MEDIUM_GPU, BlockStored, ExternalBlockHash
-from model_server.kv_events.replay import ReplayBuffer, ReplayServer
+from model_server.kv_events.replay import PublisherStats, ReplayBuffer, ReplayServer
 from tokenization import PromptTokenizer
 from tokenization.prompts import chat_prompt
 
@@ -51,7 +51,7 @@ class _Pod:
         replay = context.socket(zmq.ROUTER)
         ReplayServer.limit(replay)
         replay.bind(f"tcp://127.0.0.1:{replay_port}")
-        self.replay = ReplayServer(replay, b"", self._ring)
+        self.replay = ReplayServer(replay, b"", self._ring, PublisherStats())
         self._stored = 0
         self._parent: ExternalBlockHash | None = None
 

@@ -59,7 +59,7 @@ _Action = tuple[dict[str, Any], list[dict[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class DoorOptions:
-    """How Envoy calls the router; raises a ValueError for choices that exclude each other."""
+    """How Envoy calls the router."""
 
     door: Door = flag(
         "gateway",
@@ -82,7 +82,8 @@ class DoorOptions:
         "send requests round-robin while the router is unavailable, not 503 (not with ext_proc)",
     )
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise a ValueError for choices that exclude each other."""
         if self.responses == "full" and self.door != "ext_proc":
             raise ValueError("--responses full needs --door ext_proc: ext_authz never receives responses")
         if self.failure_mode_allow and self.door == "ext_proc":
@@ -142,6 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         settings = EnvoySettings(**flag_values(EnvoySettings, arguments))
+        settings.check()
         if settings.failure_mode_allow and not settings.pods:
             raise ValueError("--failure-mode-allow needs --pod: the model servers to send requests to")
     except ValueError as error:

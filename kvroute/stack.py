@@ -96,7 +96,13 @@ class StackPlan:
 
 
 def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
-    """Plan a stack with files in `directory`; raises a LocalStackError for wrong options or without Envoy."""
+    """Plan a stack with files in `directory`.
+
+    Raises:
+        LocalStackError: An option is out of range, or Envoy is missing.
+        ValueError: Options exclude each other.
+    """
+    options.check()
     if not 1 <= options.replicas <= REPLICAS_MAX:
         raise LocalStackError(f"--replicas must be from 1 to {REPLICAS_MAX}, not {options.replicas}")
     base = options.base_port

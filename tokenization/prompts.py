@@ -23,7 +23,7 @@ from tokenization.apis.chat import (
     count_items,
     decoded,
     objects,
-    optional,
+    typed,
 )
 from tokenization.encoder import TokenIds
 from tokenization.errors import PromptError, PromptTooLongError, UnsupportedPromptError
@@ -201,16 +201,16 @@ def _template_options(body: Body) -> dict[str, Any]:
 
 
 def _template_kwargs(body: Body) -> dict[str, Any]:
-    given = optional(body.get("chat_template_kwargs"), dict, "chat_template_kwargs") or {}
+    given = body.get("chat_template_kwargs")
+    given = {} if given is None else typed(given, dict, "chat_template_kwargs")
     # vLLM's server leaves these values to the template.
     kwargs = {name: value for name, value in given.items() if value not in (None, "auto")}
     if "chat_template" in kwargs:
         raise UnsupportedPromptError("a chat template in the request is not accepted", "chat_template_kwargs")
-    effort = optional(body.get("reasoning_effort"), str, "reasoning_effort")
-    if effort is not None:
+    if (effort := body.get("reasoning_effort")) is not None:
+        kwargs["reasoning_effort"] = typed(effort, str, "reasoning_effort")
         if "enable_thinking" not in given:
             kwargs["enable_thinking"] = effort != "none"
-        kwargs["reasoning_effort"] = effort
     return kwargs
 
 

@@ -67,7 +67,7 @@ def test_an_option_out_of_range_is_rejected(options: dict[str, int]) -> None:
 def test_conflicting_options_are_rejected(option: dict[str, Any], needed: str) -> None:
     """Options that a protocol does not support are rejected, with the protocol that does."""
     with pytest.raises(ValueError, match=f"needs --door {needed}"):
-        StackOptions(**option)
+        plan_stack(StackOptions(**option), Path())
 
 
 @pytest.mark.parametrize("model", ["my-llama", "/models/my-llama"])
