@@ -365,7 +365,7 @@ def _discovery(
 ) -> tuple[Path | None, bool, KubeConfig | None]:
     """Return the one source of pods: a file and whether to watch it, or a cluster."""
     discovery, kube = picker.discovery if picker is not None else None, kube_config(flags)
-    if discovery is not None and kube is not None and kube.pool:
+    if discovery is not None and kube is not None and kube.pool and not kube.more_pools:
         # The reference picker requires --pool-name in every mode; with a file it is a label of metrics.
         kube = None
     if [flags.pods_file, discovery, kube].count(None) != 2:

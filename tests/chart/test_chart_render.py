@@ -534,3 +534,18 @@ def test_sets_of_model_servers_share_ports() -> None:
     """A set cannot have ports of its own, nor no model's name."""
     for wrong in ({"model": {"name": "a"}, "kvEventsPort": 1}, {"model": {}}, {}):
         assert "moreModelServers" in template({"moreModelServers": {"a": wrong}}).error
+
+
+def test_further_pools_have_ports_of_their_own() -> None:
+    """A further InferencePool is named to the router, and its port is open from the Gateway to the router."""
+    pools = {"more": [{"name": "coder", "port": 9012}]}
+    values = {"mode": "gateway", "gateway": {**EVERYTHING["gateway"], "inferencePool": pools}}
+    objects = manifests(values)
+    router = container(one(objects, "Deployment", "-epp"), "router")
+    assert "--pool-port=coder=9012" in router["args"]
+    assert 9012 in [port["containerPort"] for port in router["ports"]]
+    assert 9012 in [port["port"] for port in one(objects, "Service", "-epp")["spec"]["ports"]]
+    gateways = one(objects, "NetworkPolicy", "-epp")["spec"]["ingress"][0]
+    assert {"port": 9012} in gateways["ports"]
+    pools["more"][0]["port"] = 9003
+    assert "gateway.inferencePool.more" in template(values).error.replace("/", ".")

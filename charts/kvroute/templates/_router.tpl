@@ -79,6 +79,9 @@
 {{- if include "kvroute.pooled" . -}}
 - --pool-name={{ include "kvroute.poolName" . }}
 - --pool-namespace={{ .Release.Namespace }}
+{{- range .Values.gateway.inferencePool.more }}
+- --pool-port={{ .name }}={{ int64 .port }}
+{{- end }}
 {{- else -}}
 {{- $labels := list -}}
 {{- range $label, $value := include "kvroute.poolLabels" . | fromYaml }}{{ $labels = append $labels (printf "%s=%s" $label $value) }}{{ end -}}

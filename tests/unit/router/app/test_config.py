@@ -54,8 +54,30 @@ def test_a_pool_name_is_accepted_with_file_discovery(tmp_path: Path) -> None:
     assert parse_flags(["--config-file", str(file)])[0].pool_name == "default"
     assert parse_flags(["--pool-name", "mine"])[0].pool_name == "mine"
     selected = ["--endpoint-selector", "a=b", "--endpoint-target-ports", "8000"]
-    with pytest.raises(ConfigError, match="exactly one of"):
-        parse_flags(["--config-file", str(file), *selected])
+    for more in (selected, ["--pool-name", "mine", "--pool-port", "other=9012"]):
+        with pytest.raises(ConfigError, match="exactly one of"):
+            parse_flags(["--config-file", str(file), *more])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--pool-port", "b=9012", "--endpoint-selector", "a=b"], "give the first one by --pool-name"),
+        (["--pool-name", "b", "--pool-port", "b=9012"], "names a pool twice"),
+        (["--pool-name", "a", "--pool-port", "b=1", "--pool-port", "b=2"], "names a pool twice"),
+    ],
+)
+def test_wrong_further_pools_are_rejected(argv: list[str], message: str) -> None:
+    """A further pool needs a first one and another name."""
+    with pytest.raises(ConfigError, match=message):
+        parse_flags(argv)
+
+
+def test_further_pools_have_ports() -> None:
+    """--pool-port names further pools, each once, beside that of --pool-name in the cluster."""
+    config, _ = parse_flags(["--pool-name", "a", "--pool-port", "b=9012", "--pool-port", "c=9013"])
+    assert config.kube is not None
+    assert (config.kube.pools, dict(config.kube.more_pools)) == (("a", "b", "c"), {"b": 9012, "c": 9013})
 
 
 def test_objectives_have_integer_priorities() -> None:
