@@ -216,7 +216,7 @@ def split_prompt(
 
 
 class HeldPrefix(NamedTuple):
-    """What an engine holds of a prompt."""
+    """Part of a prompt that an engine holds."""
 
     end: PrefixEnd
     held_blocks: int  # length of the unbroken prefix that it holds, usable or not

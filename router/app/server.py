@@ -101,6 +101,7 @@ class RouterServer:
             pool: RewriteRules(resources.rules, np.random.default_rng()) for pool in pool_ports(config)
         }
         self._priorities: dict[str, Mapping[str, int]] = {}
+        self._resources = threading.Lock()  # pools' objectives change on threads of their own
         self.pods = PodSet()
         self._admission, self._flow = build_admission(config, resources.priorities, self.pods, registry)
         self._ledger = Ledger(LedgerParameters(lifetime_s=config.request_lifetime_s), self.pods.load_table)
@@ -366,11 +367,12 @@ class RouterServer:
 
     def _set_resources(self, pool: str, resources: Resources) -> None:
         """Apply changed objectives and rewrites of a pool; one name has the priority of the first pool."""
-        self._priorities[pool] = resources.priorities
-        priorities = dict(self.config.priorities)
-        for each in reversed(self._rewrites):
-            priorities |= self._priorities.get(each, {})
-        self._admission.priorities = priorities
+        with self._resources:
+            self._priorities[pool] = resources.priorities
+            priorities = dict(self.config.priorities)
+            for each in reversed(self._rewrites):
+                priorities |= self._priorities.get(each, {})
+            self._admission.priorities = priorities
         self._rewrites[pool].replace(resources.rules)
 
     def _forget_others(self, pods: Collection[str], restarted: Collection[str]) -> None:

@@ -16,6 +16,7 @@ from router.app.tls import grpc_tls, metrics_tls
 from router.config.fields import Duration
 from router.config.picker_file import Resources
 from router.doors.health import CHECK_SERVICE, EXT_PROC_SERVICE, PICK_SERVICE, Health
+from router.errors import ConfigError
 from router.feedback.change_log import FOLLOWERS_MAX
 from router.h2 import GrpcServer
 from router.inflight.ledger import Ledger
@@ -93,6 +94,11 @@ def build_admission(
         detector = UtilizationDetector(load_age_max_s=Duration(_load_age_max_s(config)))
         admitters = read_admitters(picker) if picker is not None else ()
         return Admission(priorities, detector, pods.load_table, admitters), None
+    if len(pool_ports(config)) > 1:
+        raise ConfigError(
+            "--pool-port: not with flow control, which queues by the saturation of all pods; run one router "
+            "per pool, or remove flowControl from featureGates"
+        )
     admission = Admission(priorities, None, pods.load_table, read_admitters(picker))
     if found[0].evicts and (config.compat == "off" or not config.responses_full):
         picker.flow.section.fail(

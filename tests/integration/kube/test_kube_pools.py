@@ -5,30 +5,11 @@ from __future__ import annotations
 import json
 from contextlib import closing
 
-import grpc
-from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
-
-from router.app.server import RouterServer
-from tests.support.kube.cluster_objects import POOL, Namespace, Picker, eventually, kube_router
-from tests.support.router.doors import Stream, body, headers, streamed_bytes
+from tests.support.kube.cluster_objects import POOL, Namespace, Picker, eventually, kube_router, rewritten
 from tests.support.router.server import get
 
 OTHER, OTHER_PORT = "other", "grpc-other"
 OTHER_SELECTOR = {"app": "other"}
-
-
-def served_model(router: RouterServer, port: str, model: str) -> str:
-    """Return the model of a request after ext_proc at a port; "" if the request is rejected."""
-    with grpc.insecure_channel(f"127.0.0.1:{router.ports[port]}") as channel:
-        stream = Stream(pb_grpc.ExternalProcessorStub(channel))
-        stream.send(headers(path="/v1/completions"))
-        stream.send(body(json.dumps({"model": model, "prompt": "hello"}).encode()))
-        answer = stream.receive()
-        if answer.HasField("immediate_response"):
-            return ""
-        sent, _ = streamed_bytes([stream.receive()])
-        stream.cancel()
-    return str(json.loads(sent)["model"])
 
 
 def test_each_port_picks_pods_of_its_pool(namespace: Namespace) -> None:
@@ -71,6 +52,6 @@ def test_each_pool_has_rewrites_of_its_own(namespace: Namespace) -> None:
     namespace.pod("two", labels=OTHER_SELECTOR)
     namespace.rewrite("theirs", "alias", "kvroute-tiny", pool=OTHER)
     with kube_router(namespace.config(more_pools=((OTHER, 0),)), compat="answers") as router:
-        eventually(lambda: served_model(router, OTHER_PORT, "alias") == "kvroute-tiny", "rewritten")
-        assert served_model(router, "grpc", "alias") == ""
-        assert served_model(router, "grpc", "kvroute-tiny") == "kvroute-tiny"
+        eventually(lambda: rewritten(router, "alias", OTHER_PORT) == "kvroute-tiny", "rewritten")
+        assert rewritten(router, "alias") == ""
+        assert rewritten(router, "kvroute-tiny") == "kvroute-tiny"

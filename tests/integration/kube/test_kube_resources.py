@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import closing
 from pathlib import Path
 
-import grpc
 import pytest
-from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 
-from router.app.server import RouterServer
 from router.config.kube import LLMD_GROUP, OLD_GROUP
 from router.pods.kube import reflector as watch
-from tests.support.kube.cluster_objects import Namespace, Picker, eventually, kube_router
-from tests.support.router.doors import Stream, body, headers, streamed_bytes
+from tests.support.kube.cluster_objects import Namespace, Picker, eventually, kube_router, rewritten
 from tests.support.router.server import METRICS
 
 OBJECTIVE = "x-llm-d-inference-objective"
@@ -25,20 +20,6 @@ SATURATED = METRICS.replace('waiting{engine="0"} 0.0', 'waiting{engine="0"} 50.0
 def passes(picker: Picker, objective: str) -> bool:
     """Return whether a request of an objective is routed while the pods are saturated."""
     return picker.pick(headers={OBJECTIVE: objective}) != "shed"
-
-
-def rewritten(router: RouterServer, model: str) -> str:
-    """Return a request's model after the rewrite; "" if the request is rejected."""
-    with grpc.insecure_channel(f"127.0.0.1:{router.ports['grpc']}") as channel:
-        stream = Stream(pb_grpc.ExternalProcessorStub(channel))
-        stream.send(headers(path="/v1/completions"))
-        stream.send(body(json.dumps({"model": model, "prompt": "hello"}).encode()))
-        answer = stream.receive()
-        if answer.HasField("immediate_response"):
-            return ""
-        sent, _ = streamed_bytes([stream.receive()])
-        stream.cancel()
-    return str(json.loads(sent)["model"])
 
 
 def test_objectives_are_followed(namespace: Namespace) -> None:

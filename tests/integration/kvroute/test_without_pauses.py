@@ -105,7 +105,7 @@ def test_burst_of_conversations(stack: RunningStack) -> None:
 
 
 def test_burst_that_shares_a_new_prompt(stack: RunningStack) -> None:
-    """Where users send a new system prompt at once, its first computation alone may be attributed wrongly.
+    """Bursts with a new system prompt differ from predictions only by who computed the prompt first.
 
     The router predicts a hit for those that it sent after the first. If the engine admits them in another
     order, the first one predicted gets nothing, and the one predicted to compute the prompt gets the hit.

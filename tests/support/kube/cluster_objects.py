@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import grpc
+from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as ext_proc_grpc
 
 from router._pb import endpoint_picker_pb2 as pb
 from router._pb import endpoint_picker_pb2_grpc as pb_grpc
@@ -18,6 +19,7 @@ from router.app.server import RouterServer
 from router.config.kube import LLMD_GROUP, OLD_GROUP, POOL_GROUP, KubeConfig
 from router.pods.kube.problems import Reason
 from tests.support.kube.apiserver import ApiServer
+from tests.support.router.doors import Stream, body, headers, streamed_bytes
 from tests.support.router.server import FakePod, get, running_router
 
 SELECTOR = {"app": "llm"}
@@ -292,6 +294,20 @@ class Picker:
         done = pb.ReportOutcomeRequest.OUTCOME_DONE
         self._stub.ReportOutcome(pb.ReportOutcomeRequest(request_id=answer.request_id, outcome=done))
         return str(answer.endpoints[0].address)
+
+
+def rewritten(router: RouterServer, model: str, port: str = "grpc") -> str:
+    """Return a request's model after the rewrite at a port; "" if the request is rejected."""
+    with grpc.insecure_channel(f"127.0.0.1:{router.ports[port]}") as channel:
+        stream = Stream(ext_proc_grpc.ExternalProcessorStub(channel))
+        stream.send(headers(path="/v1/completions"))
+        stream.send(body(json.dumps({"model": model, "prompt": "hello"}).encode()))
+        answer = stream.receive()
+        if answer.HasField("immediate_response"):
+            return ""
+        sent, _ = streamed_bytes([stream.receive()])
+        stream.cancel()
+    return str(json.loads(sent)["model"])
 
 
 def next_address() -> str:

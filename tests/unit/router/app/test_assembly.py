@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from router.app.config import RouterConfig
+from router.app.config import RouterConfig, parse_flags
 from router.app.wiring import build_admission, build_scheduler
-from router.errors import SaturatedError
+from router.errors import ConfigError, SaturatedError
+from router.pods.pod_set import PodSet
 from tests.support.router.bench import Bench, completion, ended, ready_pod
 from tests.support.router.pricing import load
 
@@ -42,3 +43,12 @@ def test_load_age_limit_follows_the_probe_interval(config: RouterConfig, age_max
         decoding.append(bench.router.route(completion("r", "hello"), age_s).primary.decoding)
         ended(bench.lifecycle, "r", "report", age_s)
     assert decoding == [3, 0]
+
+
+def test_flow_control_has_one_pool() -> None:
+    """Flow control, which measures the saturation of all pods, is rejected with several pools."""
+    text = "apiVersion: llm-d.ai/v1alpha1\nkind: EndpointPickerConfig\nfeatureGates: [flowControl]\n"
+    argv = ["--config-text", text, "--pool-name", "a", "--pool-port", "b=9012"]
+    config, _ = parse_flags(argv)
+    with pytest.raises(ConfigError, match="--pool-port: not with flow control"):
+        build_admission(config, {}, PodSet(), CollectorRegistry())
