@@ -51,6 +51,9 @@ class PoolSources(PodsSource, Collector):
         registry.register(self)
 
     def changed(self) -> tuple[PodEntry, ...] | None:
+        # The router is ready with the first pods, and must then know those of every pool that exists.
+        if not self._entries and not all(source.listed for source in self._sources.values()):
+            return None
         changes = {pool: source.changed() for pool, source in self._sources.items()}
         if all(entries is None for entries in changes.values()):
             return None

@@ -147,6 +147,13 @@ class KubeSource(PodsSource):
         self._entries = entries
         return entries
 
+    @property
+    def listed(self) -> bool:
+        """Whether the pods were listed, or the pool was looked up and is missing or invalid."""
+        pool, pools = self.config.pool, self._pools
+        is_missing = pools.listed and (pool not in pools.mirror.objects or bool(self._pool_problem))
+        return self._pods.listed or (bool(pool) and is_missing)
+
     def waits_for(self) -> Sequence[str]:
         missing = []
         if self.config.pool and self._pool is None:

@@ -55,3 +55,16 @@ def test_each_pool_has_rewrites_of_its_own(namespace: Namespace) -> None:
         eventually(lambda: rewritten(router, "alias", OTHER_PORT) == "kvroute-tiny", "rewritten")
         assert rewritten(router, "alias") == ""
         assert rewritten(router, "kvroute-tiny") == "kvroute-tiny"
+
+
+def test_a_ready_router_knows_the_pods_of_every_pool(namespace: Namespace) -> None:
+    """A router is ready once all pools that exist are listed; one that is missing does not hold it up."""
+    namespace.pool()
+    namespace.pool(OTHER, selector=OTHER_SELECTOR)
+    namespace.pod("one")
+    two = namespace.pod("two", labels=OTHER_SELECTOR)
+    config = namespace.config(more_pools=((OTHER, 0), ("missing", 0)))
+    for _ in range(3):
+        with kube_router(config) as router, closing(Picker(router, OTHER_PORT)) as other:
+            eventually(lambda router=router: get(router, "/ready")[0] == 200, "ready")
+            assert other.pick() == two.address
