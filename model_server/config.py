@@ -24,6 +24,7 @@ _server_flag = partial(flag, "server")
 _engine_flag = partial(flag, "engine")
 _events_flag = partial(flag, EVENTS_GROUP)
 _ZERO_OR_MORE = frozenset({"max_loras", "cpu_blocks"})
+_SETTINGS = msgspec.json.Decoder(dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,7 @@ class KVEventsConfig:
             ConfigError: The text is no such object, or names an unknown setting.
         """
         try:
-            settings = msgspec.json.decode(text, type=dict[str, Any])
+            settings = _SETTINGS.decode(text)
             enabled = msgspec.convert(settings.pop("enable_kv_cache_events", False), bool)
             publisher = msgspec.convert(settings.pop("publisher", None), Literal["zmq", "null"] | None)
             if unknown := settings.keys() - {field.name for field in fields(cls)}:

@@ -35,6 +35,9 @@ class _Worker(msgspec.Struct):
     labels: dict[str, str] = {}
 
 
+_WORKER = msgspec.json.Decoder(_Worker)
+
+
 @dataclass(frozen=True, slots=True)
 class Admin:
     """Handler of administration requests. Thread-safe; calls block."""
@@ -64,7 +67,7 @@ class Admin:
         if not isinstance(self.source, PodsFile):
             return 409, {"error": "pods come from Kubernetes; use --pods-file, whose endpoints may be empty"}
         if request.method != "GET":
-            worker = msgspec.json.decode(request.body, type=_Worker)
+            worker = _WORKER.decode(request.body)
             url = urlsplit(worker.url)
             if url.scheme != "http" or not url.hostname or not url.port:
                 raise ValueError(f"url: expected http://HOST:PORT, got {worker.url[:200]!r}")

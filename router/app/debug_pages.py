@@ -65,6 +65,9 @@ class _Review(msgspec.Struct):
     status: _Status = msgspec.field(default_factory=_Status)
 
 
+_REVIEW = msgspec.json.Decoder(_Review)
+
+
 @dataclass(eq=False)
 class MetricsAuth:
     """Authorizer of page requests by bearer token, through the cluster's API server.
@@ -111,7 +114,7 @@ class MetricsAuth:
         return None if self._status("SubjectAccessReview", spec).allowed else _FORBIDDEN
 
     def _status(self, kind: str, spec: Mapping[str, Any]) -> _Status:
-        return msgspec.json.decode(self.reviewer.review(kind, spec), type=_Review).status
+        return _REVIEW.decode(self.reviewer.review(kind, spec)).status
 
 
 def _expires_s(_key: bytes, answer: int | None, now_s: float) -> float:

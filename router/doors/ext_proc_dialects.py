@@ -56,6 +56,8 @@ _OVERWRITE = base_pb2.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 # Envoy accepts at most 64 KiB in one streamed response.
 CHUNK_BYTES_MAX = 62_000
 
+_RAW_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
 SERVICE = "ext_proc"  # name of the service in metrics
 
 # Headers that may carry the request's path, and the path of a request without them.
@@ -357,6 +359,6 @@ def replace_model(body: bytes, model: str) -> bytes:
     Raises:
         ValueError: The body is not a JSON object.
     """
-    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    fields = _RAW_FIELDS.decode(body)
     fields["model"] = msgspec.Raw(msgspec.json.encode(model))
     return msgspec.json.encode(fields)

@@ -239,15 +239,15 @@ class UsageReader:
 
     def _answer(self, text: bytes) -> None:
         try:
-            answer = msgspec.json.decode(text, type=_Answer)
+            answer = _ANSWER.decode(text)
             if bytes((kept := answer.response or answer).object) in _KEPT_OBJECTS and kept.id:
-                self.state_id = msgspec.json.decode(kept.id, type=str)
+                self.state_id = _ID.decode(kept.id)
             raw = answer.raw_usage()
-            usage = msgspec.json.decode(raw, type=_Usage | None) if raw else None
+            usage = _USAGE.decode(raw) if raw else None
             if usage is None:
                 return
             if len(raw) <= _USAGE_BYTES_MAX:
-                self._usage |= msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+                self._usage |= _RAW_FIELDS.decode(raw)
                 self._usage = dict(islice(self._usage.items(), _USAGE_FIELDS_MAX))
         except (ValueError, RecursionError):
             return
@@ -300,6 +300,10 @@ class _Answer(_Nested):
         """Return the JSON of the usage field, nested or not; empty if there is none."""
         nested = self.response or self.message
         return bytes(self.usage) or (bytes(nested.usage) if nested else b"") or bytes(self.meta_info)
+
+
+_ANSWER, _ID = msgspec.json.Decoder(_Answer), msgspec.json.Decoder(str)
+_USAGE, _RAW_FIELDS = msgspec.json.Decoder(_Usage | None), msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def restore_client_model(body: bytes, target: str, client: str) -> bytes:

@@ -100,6 +100,9 @@ class LedgerChanges(Struct, frozen=True, omit_defaults=True, rename={"reports": 
     reports: Sequence[RequestReport] = ()  # reports on requests that are not the sender's
 
 
+_FOLLOW_REQUEST, _CHANGES = msgspec.msgpack.Decoder(FollowRequest), msgspec.msgpack.Decoder(LedgerChanges)
+
+
 def sent_entry(number: int, dispatch: Dispatch, keys: Keys | None, now_s: float, *, prefilled: bool) -> Sent:
     """Convert a ledger entry to its message."""
     return Sent(
@@ -140,18 +143,23 @@ def encode_changes(changes: LedgerChanges) -> Iterator[bytes]:
 
 
 def decode_changes(message: bytes) -> LedgerChanges:
-    """Decode and validate changes, see `decode` for errors; a heartbeat has none."""
-    return decode(LedgerChanges, message) if message else LedgerChanges()
+    """Decode and validate changes, raises a PeerError like `_decoded`; a heartbeat has none."""
+    return _decoded(_CHANGES, message) if message else LedgerChanges()
 
 
-def decode(kind: type[_Message], message: bytes) -> _Message:
+def decode_follow_request(message: bytes) -> FollowRequest:
+    """Decode and validate a call; raises a PeerError like `_decoded`."""
+    return _decoded(_FOLLOW_REQUEST, message)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[_Message], message: bytes) -> _Message:
     """Decode and validate a message.
 
     Raises:
         PeerError: "broken", with the name of the missing or invalid field.
     """
     try:
-        return msgspec.msgpack.decode(message, type=kind)
+        return decoder.decode(message)
     # msgspec skips unknown fields by recursion, so a deeply nested value raises RecursionError.
     except (msgspec.DecodeError, RecursionError) as error:
         raise PeerError("broken", str(error)) from None
@@ -359,7 +367,7 @@ class LedgerService:
 
     def _follow(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         try:
-            caller = decode(FollowRequest, request)
+            caller = decode_follow_request(request)
             self.identity.admit_key(caller.instance, caller.fingerprint)
             follower = self.change_log.subscribe()
             try:

@@ -165,7 +165,7 @@ class Prober:
 def served_models(page: bytes) -> ServedModels | None:
     """Parse a /v1/models page, where a card with a parent is a LoRA adapter; None without a base model."""
     try:
-        cards = msgspec.json.decode(page, type=_Cards).data
+        cards = _CARDS.decode(page).data
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     bases = [card for card in cards if card.parent is None]
@@ -191,10 +191,13 @@ class _Cards(msgspec.Struct):
     data: list[_Card]
 
 
+_CARDS = msgspec.json.Decoder(_Cards)
+
+
 def event_sources(page: bytes, rank: int | None) -> EventSources:
     """Parse /kv_event_sources, vLLM's KVEventsConfig by rank, for one rank or (None) all on the page."""
     try:
-        reported = msgspec.json.decode(page, type=dict[int, _Source])
+        reported = _SOURCES.decode(page)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return NOT_REPORTED
     ranks = sorted(reported)
@@ -234,6 +237,9 @@ class _Source(msgspec.Struct):
     @property
     def publishes(self) -> bool:
         return self.enable_kv_cache_events and self.publisher in (None, "zmq")
+
+
+_SOURCES = msgspec.json.Decoder(dict[int, _Source])
 
 
 def _port(endpoint: str | None) -> int | None:

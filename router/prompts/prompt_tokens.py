@@ -127,6 +127,10 @@ class MediaFeatures(msgspec.Struct):
     mm_placeholders: dict[str, list[_Place]] | None = None
 
 
+# Prepares the type for `msgspec.convert`, see CONTRIBUTING.md.
+msgspec.json.Decoder(MediaFeatures)
+
+
 def _known_part(ids: TokenIds, features: MediaFeatures | None) -> tuple[TokenIds, PromptMedia]:
     """Return the known prefix of a prompt's token ids, and the media items within it."""
     features = features or MediaFeatures()

@@ -139,6 +139,9 @@ class _Rendered(msgspec.Struct):
     features: MediaFeatures | None = None
 
 
+_PROMPT, _PROMPTS = msgspec.json.Decoder(_Rendered), msgspec.json.Decoder(list[_Rendered])
+
+
 def read_rendered(kind: RequestKind, data: bytes) -> PromptTokens:
     """Parse the response of a render endpoint, vLLM's GenerateRequest: a list for completions, else one.
 
@@ -148,9 +151,7 @@ def read_rendered(kind: RequestKind, data: bytes) -> PromptTokens:
         RecursionError: The response is nested too deeply.
     """
     several = kind is RequestKind.COMPLETIONS
-    form: Any = list[_Rendered] if several else _Rendered
-    answer = msgspec.json.decode(data, type=form)
-    rendered: list[_Rendered] = answer if several else [answer]
+    rendered = _PROMPTS.decode(data) if several else [_PROMPT.decode(data)]
     prompts = [np.frombuffer(array("I", prompt.token_ids), np.uint32) for prompt in rendered]
     return with_features(prompts, [prompt.features for prompt in rendered])
 

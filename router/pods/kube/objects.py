@@ -5,7 +5,7 @@ All data of the API server is validated here, and nowhere else.
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw
@@ -211,6 +211,13 @@ class Status(_Struct, frozen=True):
     message: str | None = None
 
 
+_KINDS: tuple[type[_Struct], ...] = (
+    *(Head, Counted, ObjectList, WatchEvent, Status),
+    *(PodObject, PoolObject, OldPoolObject, ObjectiveObject, RewriteObject),
+)
+_DECODERS: dict[type[Any], msgspec.json.Decoder[Any]] = {kind: msgspec.json.Decoder(kind) for kind in _KINDS}
+
+
 def read(data: bytes | Raw, kind: type[_T]) -> _T:
     """Parse JSON as an object of this kind.
 
@@ -218,6 +225,7 @@ def read(data: bytes | Raw, kind: type[_T]) -> _T:
         BadObjectError: The data is not JSON, or not of this kind.
     """
     try:
-        return msgspec.json.decode(data, type=kind)
+        found: _T = _DECODERS[kind].decode(data)
+        return found
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadObjectError(str(error)) from error
