@@ -27,6 +27,7 @@ _COMMANDS = {
         "serve a model over an OpenAI-compatible API and publish its KV cache events",
     ),
     "explain": ("kvroute.explain", "show which pod a request got, or would get now, and why"),
+    "migrate": ("kvroute.migrate", "explain a picker configuration of llm-d, and write it in new words"),
     "plan": ("planning.cli", "compute memory, concurrency and speed of a model on GPUs"),
     "envoy-config": ("kvroute.envoy_config", "print the configuration of an Envoy that calls routers"),
     "bench": ("", "run a benchmark of a checkout"),
