@@ -177,15 +177,15 @@ def _candidates(record: Mapping[str, Any]) -> Iterator[str]:
             one["pod"],
             one["view"],
             *([f"{one['score']:.3f}" if one["score"] is not None else "-"] * scored),
-            f"{one['cost_s']:.3f}",
-            *(f"{part(one):.3f}" for part in _PARTS.values()),
+            f"{one['cost_s']:.4f}",
+            *(f"{part(one):.4f}" for part in _PARTS.values()),
             count(one["cached_tokens"]),
             count(one["host_tokens"]),
             count(one["awaiting"] + one["decoding"]),
         ]
         for one in candidates
     ]
-    head, *lines = table(heads, rows, words=2)
+    head, *lines = table(heads, rows, words=(0, 1))
     yield f"  {head}"
     for one, line in zip(candidates, lines, strict=True):
         yield styled(f"> {line}", BOLD) if one["pod"] == record["pod"] else f"  {line}"

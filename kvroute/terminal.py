@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 BOLD, YELLOW = "1", "33"
 
@@ -29,9 +29,9 @@ def count(number: float | None) -> str:
     return "-" if number is None else f"{number:,.0f}"
 
 
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, words: int) -> list[str]:
-    """Return the lines of a table; the first `words` columns are left-aligned, numbers right-aligned."""
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]], *, words: Collection[int]) -> list[str]:
+    """Return the lines of a table; columns of words are left-aligned, those of numbers right-aligned."""
     lines = [heads, *([clean(text, 80) for text in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    forms = [f"{'<' if at < words else '>'}{width}" for at, width in enumerate(widths)]
+    forms = [f"{'<' if at in words else '>'}{width}" for at, width in enumerate(widths)]
     return ["  ".join(map(format, line, forms)).rstrip() for line in lines]
