@@ -102,20 +102,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _complete_name() -> list[str]:
     """Return the command whose flags a shell wants to complete; complete and exit if it is its name."""
-    words = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split(" ")
-    names: Mapping[str, object] = _COMMANDS
-    if len(words) > 2 and words[1] in names:
-        # The command's own parser completes what follows its name.
-        os.environ["_ARGCOMPLETE"] = "2"
-        if words[1] != "bench":
-            return words[1:2]
-        names = _BENCHMARKS
     import argparse
 
     import argcomplete
 
+    words = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split(" ")
+    has_name = len(words) > 2 and words[1] in _COMMANDS
+    if has_name:
+        # The command's own parser completes what follows its name.
+        os.environ["_ARGCOMPLETE"] = "2"
+        if words[1] != "bench":
+            return words[1:2]
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("name", choices=list(names))
+    parser.add_argument("name", choices=list(_BENCHMARKS if has_name else _COMMANDS))
     argcomplete.autocomplete(parser)
     return []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,9 @@ _PARTS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
     "KV pressure s": lambda one: one["kv_pressure_s"],
     "other s": lambda one: one["extra_s"],
 }
+
+_ENDS = "prefill_end", "end"
+_STYLES = {"pod": BOLD, "degraded": YELLOW, "broken": YELLOW}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,22 +58,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     wanted = made.add_mutually_exclusive_group(required=True)
     wanted.add_argument("--request-id", metavar="ID", help="a routed request: x-request-id of its response")
-    wanted.add_argument(
-        "--messages",
-        type=Path,
-        metavar="FILE",
-        help="JSON list of messages, or a whole request body; -: stdin",
-    )
+    what = "JSON list of messages, or a whole request body; -: stdin"
+    wanted.add_argument("--messages", type=Path, metavar="FILE", help=what)
     wanted.add_argument("--prompt", metavar="TEXT", help="prompt of a completion")
     made.add_argument("--model", help="model, where the body names none (default: the router's only one)")
     made.add_argument("--path", help="path of the request (default: the API whose body it is)")
-    made.add_argument(
-        "--header",
-        type=pair(str),
-        action="append",
-        metavar="NAME=VALUE",
-        help="header of the request that matters to the pick, as of a session or tenant; may be repeated",
-    )
+    what = "header that matters to the pick, as of a session or tenant; may be repeated"
+    made.add_argument("--header", type=pair(str), action="append", metavar="NAME=VALUE", help=what)
     made.add_argument("--pool", help="InferencePool, of a router with several (default: its first)")
     made.add_argument("--json", action="store_true", help="print the record as JSON")
     add_flags(made, PagesOptions)
@@ -77,47 +72,38 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _recorded(pages: RouterPages, request_id: str) -> dict[str, Any]:
-    found: list[dict[str, Any]] = pages.get(f"/debug/decisions?request_id={quote(request_id, safe='')}")[
-        "decisions"
-    ]
+    found = pages.get(f"/debug/decisions?request_id={quote(request_id, safe='')}")["decisions"]
     if not found:
-        raise PagesError(
-            f"the router has no record of request {clean(request_id)}: it keeps the latest 1,000, and each "
-            "router its own"
-        )
-    return found[0]
+        text = "the router has no record of request {}: each router keeps the latest 1,000 of its own"
+        raise PagesError(text.format(clean(request_id)))
+    return dict(found[0])
 
 
 def _asked(pages: RouterPages, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the request to explain, as the page takes it."""
-    if arguments.prompt is not None:
-        body: Any = {"prompt": arguments.prompt}
-    else:
-        text = sys.stdin.read() if str(arguments.messages) == "-" else arguments.messages.read_text("utf-8")
+    body: Any = {"prompt": arguments.prompt}
+    if (file := arguments.messages) is not None:
         try:
-            body = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"{arguments.messages}: not JSON: {error}") from error
-    body = {"messages": body} if isinstance(body, list) else body
+            body = json.loads(sys.stdin.read() if str(file) == "-" else file.read_text("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{file}: not JSON: {error}") from error
+        body = {"messages": body} if isinstance(body, list) else body
     if not isinstance(body, dict):
-        raise ValueError(f"{arguments.messages}: expected a list of messages or a request body")
+        raise ValueError(f"{file}: expected a list of messages or a request body")
     if arguments.model is not None or "model" not in body:
-        body = {"model": arguments.model or _only_model(pages), **body, **_given(model=arguments.model)}
+        body["model"] = arguments.model or _only_model(pages)
     apis = {"prompt": "/v1/completions", "input": "/v1/responses"}
     path = next((apis[name] for name in apis if name in body), "/v1/chat/completions")
-    path, headers = arguments.path or path, dict(arguments.header or ())
-    return {"path": path, "body": body, "headers": headers, **_given(pool=arguments.pool)}
-
-
-def _given(**values: str | None) -> dict[str, str]:
-    return {name: value for name, value in values.items() if value is not None}
+    headers, pool = dict(arguments.header or ()), arguments.pool or ""
+    return {"path": arguments.path or path, "body": body, "headers": headers, "pool": pool}
 
 
 def _only_model(pages: RouterPages) -> str:
     models = sorted({pod["base_model"] for pod in pages.get("/debug/pods")["pods"] if pod["base_model"]})
     if len(models) != 1:
-        known = ", ".join(map(clean, models)) or "none yet"
-        raise ValueError(f"--model: is needed where the body names none; the router's models: {known}")
+        raise ValueError(
+            f"--model: the body names none; the router's: {', '.join(map(clean, models)) or '-'}"
+        )
     return str(models[0])
 
 
@@ -131,42 +117,44 @@ def report(
         is_sent: Whether the request was routed; False for one that is only explained.
         now_s: Unix time.
     """
-    pod, asked = record["pod"], f"{clean(record['kind'])} of {clean(record['model'])}"
-    when = f", {max(0.0, now_s - record['time']):,.0f} s ago" if is_sent else ", if it came now"
-    yield f"request    {asked}, {count(record['prompt_tokens'])} prompt tokens{when}"
-    name = f" ({clean(record['pod_name'])})" if record["pod_name"] else ""
-    yield styled(f"pod        {clean(pod)}{name}", BOLD)
-    yield f"why        {clean(record['reason'], 500)}"
-    for field in ("prefill_pod", "partial", "session_pod"):
-        if record[field]:
-            yield f"{field:<11}{clean(record[field])}"
-    if record["degraded"]:
-        yield styled(f"degraded   by load alone: {clean(record['degraded'])}; no cache was looked at", YELLOW)
-    predicted, delivered = record["predicted_cached_tokens"], record["delivered_cached_tokens"]
-    told = (
-        f", delivered {count(delivered)}" if delivered is not None else " (not reported)" if is_sent else ""
-    )
-    yield f"cached     predicted {count(predicted)}{told}"
-    causes = ", ".join(
-        f"{count(tokens)} {clean(cause)}" for cause, tokens in record["tokens_by_cause"].items()
-    )
-    evicted_s = record["evicted_s_ago"]
-    yield f"tokens     {causes}{f' ({evicted_s:,.0f} s ago)' if evicted_s is not None else ''}"
-    for line in drafters:
-        if line.startswith((f"pod={pod}:", f"pod={pod}@")):
-            yield f"drafter    {clean(line.partition(': ')[2])}"
-    if (broken := record.get("prefix_break")) is not None:
-        where = "an unknown message" if broken["message"] is None else f"message {broken['message']}"
-        lost = f"{count(broken['lost_tokens'])} tokens lost, {broken['lost_s']:.3f} s"
-        yield styled(
-            f"broken     {clean(broken['part'])}: {where}, token {count(broken['offset_tokens'])}: {lost}",
-            YELLOW,
-        )
-    for field, what in (("prefill_end", "prefill"), ("end", "end")):
-        if record[field]:
-            yield f"{what:<11}after {record[field]['after_s']:.3f} s, by {clean(record[field]['source'])}"
+    pod, degraded, broken = record["pod"], record["degraded"], record.get("prefix_break")
+    delivered, evicted_s = record["delivered_cached_tokens"], record["evicted_s_ago"]
+    when = f"{max(0.0, now_s - record['time']):,.0f} s ago" if is_sent else "if it came now"
+    causes = (f"{count(tokens)} {cause}" for cause, tokens in record["tokens_by_cause"].items())
+    ago = "" if evicted_s is None else f" ({evicted_s:,.0f} s ago)"
+    told = f", delivered {count(delivered)}" * (delivered is not None)
+    facts = [
+        (
+            "request",
+            f"{record['kind']} of {record['model']}, {count(record['prompt_tokens'])} tokens, {when}",
+        ),
+        ("pod", f"{pod} {record['pod_name']}"),
+        ("why", record["reason"]),
+        ("degraded", degraded and f"by load alone: {degraded}; no cache was looked at"),
+        ("partial", record["partial"]),
+        ("prefill", record["prefill_pod"]),
+        ("session", record["session_pod"]),
+        ("cached", f"predicted {count(record['predicted_cached_tokens'])}{told}"),
+        ("tokens", ", ".join(causes) + ago),
+        *(
+            ("drafter", line.partition(": ")[2])
+            for line in drafters
+            if re.match(rf"pod={re.escape(pod)}[:@]", line)
+        ),
+        ("broken", broken and _broken(broken)),
+        *((what, f"after {end['after_s']:.3f} s") for what in _ENDS if (end := record[what])),
+    ]
+    for head, text in facts:
+        if text:
+            yield styled(f"{head:<13}{clean(text, 500)}".rstrip(), _STYLES.get(head, ""))
     yield ""
     yield from _candidates(record)
+
+
+def _broken(broken: Mapping[str, Any]) -> str:
+    message = "an unknown message" if broken["message"] is None else f"message {broken['message']}"
+    lost = f"{count(broken['lost_tokens'])} tokens lost, {broken['lost_s']:.3f} s"
+    return f"{broken['part']}: {message}, token {count(broken['offset_tokens'])}: {lost}"
 
 
 def _candidates(record: Mapping[str, Any]) -> Iterator[str]:
@@ -174,13 +162,9 @@ def _candidates(record: Mapping[str, Any]) -> Iterator[str]:
     heads = ["pod", "view", *["score"] * scored, "cost s", *_PARTS, "cached", "from host", "in flight"]
     rows = [
         [
-            one["pod"],
-            one["view"],
-            *([f"{one['score']:.3f}" if one["score"] is not None else "-"] * scored),
-            f"{one['cost_s']:.4f}",
+            *(one["pod"], one["view"], *[f"{one['score'] or 0.0:.3f}"] * scored, f"{one['cost_s']:.4f}"),
             *(f"{part(one):.4f}" for part in _PARTS.values()),
-            count(one["cached_tokens"]),
-            count(one["host_tokens"]),
+            *(count(one[name]) for name in ("cached_tokens", "host_tokens")),
             count(one["awaiting"] + one["decoding"]),
         ]
         for one in candidates

@@ -10,7 +10,7 @@ from common.flags import CommandParser
 from kvroute.terminal import YELLOW, clean, styled
 from router.config.fields import read_text
 from router.errors import ConfigError
-from router.plugins.migration import Migration, migrate
+from router.plugins.migration import migrate
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,20 +33,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if migration.problems:
             print(f"\n{migration.problems} parts are not supported here; nothing is written", file=sys.stderr)
             return 1
-        print(f"\n{migration.changes} changes to the words of llm-d v0.11")
+        print(f"\n{len(migration.edits)} changes to the words of llm-d v0.11")
         if arguments.write is not None:
-            print(_write(migration, arguments.write))
+            text = migration.text()
+            if migrate(text, str(arguments.write)).problems:
+                raise ConfigError(
+                    f"{arguments.write}: not written: the result is not valid; please report it"
+                )
+            arguments.write.write_text(text, "utf-8")
+            print(f"{arguments.write}: written; comments within changed entries are left out")
     except (ConfigError, OSError) as error:
         print(f"kvroute migrate: error: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _write(migration: Migration, file: Path) -> str:
-    """Write the file, if the router can still read it; return what was done."""
-    lost = "" if migration.keeps_comments else "; comments are lost, as it has flow style or aliases"
-    text = migration.text()
-    if migrate(text, str(file)).problems:
-        raise ConfigError(f"{file}: not written: the changed configuration is not valid; please report this")
-    file.write_text(text, "utf-8")
-    return f"{file}: written{lost}"

@@ -48,14 +48,13 @@ class Explainer:
         """Return status and record of the decision, as in /debug/decisions; nothing is kept of either."""
         try:
             asked = _ASKED.decode(data)
-            dialect = self._dialects[asked.pool or next(iter(self._dialects))]
+            dialect = self._dialects.get(asked.pool or next(iter(self._dialects)))
+            if dialect is None:
+                raise RequestError(404, f"pool: unknown; this router serves {', '.join(self._dialects)}")
             headers = {name.lower(): value for name, value in asked.headers.items()} | {":path": asked.path}
             unread = unread_request(_REQUEST_ID, len(asked.body), None, headers)
             request, _ = dialect.parse(unread, bytes(asked.body))
             decision = dialect.router.explain(request, time.monotonic())
-        except KeyError:
-            pools = ", ".join(self._dialects)
-            return 404, {"error": f"pool: unknown {asked.pool[:256]!r}; this router serves: {pools}"}
         except RequestError as error:
             return error.status, {"error": str(error)}
         except (ValueError, RecursionError) as error:

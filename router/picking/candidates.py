@@ -166,17 +166,13 @@ class CandidateCache:
         return candidates
 
 
-def _ignore(_outcome: str) -> None:
-    """Count nothing."""
-
-
 @dataclass(eq=False)
 class StatePods:
     """Bounded LRU table of the pod that keeps each state. Thread-safe."""
 
     pods: PodSet
     # Called with `HELD`, `GONE` or `UNKNOWN` for each request that names state.
-    count: Callable[[str], None] = _ignore
+    count: Callable[[str], None] = lambda _outcome: None
     capacity: int = 100_000  # ids; the least recently used one is dropped
 
     def __post_init__(self) -> None:
@@ -212,7 +208,7 @@ class StatePods:
         Raises:
             RequestError: 404: the pod is gone; 503: the gateway does not allow the pod.
         """
-        outcome, count = None, _ignore if dry else self.count
+        outcome, count = None, self.count if not dry else lambda _outcome: None
         for param, state_id in _named_states(request):
             outcome = UNKNOWN
             with self._lock:

@@ -139,7 +139,7 @@ class Router:
     def explain(self, request: RouteRequest, now_s: float) -> Decision:
         """Return the decision that `route` would make now. It reserves, records and counts nothing.
 
-        Flow control is not asked: where it is on, the request might wait before this decision.
+        Flow control is not asked, so the request might wait first. Pods may be asked to render the prompt.
 
         Raises:
             RequestError: The request cannot be routed.
