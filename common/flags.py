@@ -24,6 +24,14 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, prog: str, description: str, **settings: Any) -> None:
         super().__init__(prog, description=description, allow_abbrev=False, **settings)
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if "_ARGCOMPLETE" in os.environ:
+            # Installed where a shell asks; it prints the completions and exits.
+            import argcomplete
+
+            argcomplete.autocomplete(self)
+        return super().parse_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 

@@ -11,12 +11,13 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from email.utils import formatdate
 from http import HTTPStatus
 from ssl import SSLContext
 from threading import Thread
+from types import MappingProxyType
 from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
@@ -32,6 +33,8 @@ _RETRY_S = 1.0
 # A bearer token of a cluster is at most 16 KiB.
 _HEAD_BYTES_MAX = 24 << 10
 _BODY_BYTES_MAX = 64 << 10
+# Bodies above that are read a few at a time, since clients may send them before they are authorized.
+_LARGE_BODIES_MAX = 4
 _HEAD_S, _SEND_S = 5.0, 10.0
 _SENDING_MAX = 16
 _THREADS, _WAITING_MAX = 8, 64
@@ -99,6 +102,8 @@ class PageServer:
     answer: Callable[[Request], Awaitable[Response]]
     tls: Callable[[], SSLContext] | None = None  # returns the context of a new connection; None: plaintext
     methods: Collection[str] = ()  # besides GET and HEAD; requests of these may have a body
+    # Longest body in bytes by path; of other paths it is 64 KiB.
+    body_bytes_max: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.listener.setblocking(False)
@@ -108,6 +113,7 @@ class PageServer:
         self._asking: dict[_Connection, None] = {}
         self._sending: dict[_Connection, None] = {}
         self._failures = RepeatedLog(_log)
+        self._large = asyncio.Semaphore(_LARGE_BODIES_MAX)
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._run, name="pages", daemon=True)
 
@@ -173,7 +179,7 @@ class PageServer:
                     transport, _ = await self._loop.connect_accepted_socket(
                         lambda: protocol, accepted, ssl=self.tls and self.tls()
                     )
-                    request = await _read(reader, self.methods)
+                    request = await self._read(reader)
                 self._asking.pop(connection, None)
                 response = await self._respond(request)
                 if len(self._sending) >= _SENDING_MAX:
@@ -192,6 +198,18 @@ class PageServer:
                 else:
                     transport.abort()
 
+    async def _read(self, reader: asyncio.StreamReader) -> _Reading:
+        try:
+            head = await reader.readuntil(b"\r\n\r\n")
+            read = _Reading(head, self.methods, self.body_bytes_max)
+            async with self._large if read.body_bytes > _BODY_BYTES_MAX else nullcontext():
+                read.request = replace(read.request, body=await reader.readexactly(read.body_bytes))
+            return read
+        except asyncio.LimitOverrunError:
+            too_large = _Reading(b"")
+            too_large.error = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+            return too_large
+
     async def _respond(self, read: _Reading) -> Response:
         if read.error is not None:
             return _error(read.error)
@@ -208,7 +226,9 @@ class PageServer:
 
 
 class _Reading:
-    def __init__(self, head: bytes, methods: Collection[str] = ()) -> None:
+    def __init__(
+        self, head: bytes, methods: Collection[str] = (), bytes_max: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
         self.request = Request("", {}, {})
         self.error: HTTPStatus | None = None
         self._url = b""
@@ -229,7 +249,8 @@ class _Reading:
         self.request = Request(url.path, query, self._headers, method)
         if method in methods:
             length = self._headers.get("content-length", "0")
-            if not length.isdecimal() or len(length) > 9 or int(length) > _BODY_BYTES_MAX:
+            most = bytes_max.get(url.path, _BODY_BYTES_MAX)
+            if not length.isdecimal() or len(length) > 9 or int(length) > most:
                 self.error = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
             else:
                 self.body_bytes = int(length)
@@ -248,17 +269,6 @@ class _Reading:
 
     def on_message_complete(self) -> None:
         self._is_whole = True
-
-
-async def _read(reader: asyncio.StreamReader, methods: Collection[str]) -> _Reading:
-    try:
-        read = _Reading(await reader.readuntil(b"\r\n\r\n"), methods)
-        read.request = replace(read.request, body=await reader.readexactly(read.body_bytes))
-        return read
-    except asyncio.LimitOverrunError:
-        too_large = _Reading(b"")
-        too_large.error = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
-        return too_large
 
 
 def _error(status: HTTPStatus) -> Response:

@@ -147,6 +147,7 @@ class KvIndexer:
         lora_name: str | None = None,
         cache_salt: str | None = None,
         extras: Sequence[bytes] = (),
+        dry: bool = False,
     ) -> Keys:
         """Return the keys of the prompt's full blocks, in order.
 
@@ -154,6 +155,7 @@ class KvIndexer:
             model: Name of the base model, as in `PodStream.model`.
             token_ids: Prompt as the engine tokenizes it; fastest as a uint32 array.
             extras: Other data that each full block depends on, see `keys.extras_of_prompt`; empty for text.
+            dry: Whether the prompt is not sent to a pod, so that its salt and adapter are not remembered.
 
         Raises:
             TokenError: A token id is outside of 0..2**32-1 or not an integer.
@@ -161,7 +163,7 @@ class KvIndexer:
         # Engines treat an empty name or salt as missing.
         root = self._hasher.root(model, lora_name or None, cache_salt or None)
         recent = self._roots.get(model, ())
-        if recent[:1] != (root,):
+        if recent[:1] != (root,) and not dry:
             if len(self._roots) >= _MODELS_MAX:
                 self._roots.clear()
             self._roots[model] = (root, *[other for other in recent if other != root][:_SCOPES_MAX])
@@ -175,6 +177,7 @@ class KvIndexer:
         prompt_tokens: int | None = None,
         tokens: Tokens | None = None,
         pending_tokens: Mapping[str, int] | None = None,
+        dry: bool = False,
     ) -> PodMatches:
         """Return, for each of `pods`, the length of the longest cached prefix of `keys` in blocks.
 
@@ -185,6 +188,7 @@ class KvIndexer:
             tokens: The prompt's token ids, for engines that compare the token behind a hit.
             pending_tokens: Uncached tokens in flight by engine, where the request can be sent to one rank of
                 a pod; see `EngineRegistry.of_pods`.
+            dry: Whether the metrics of lookups leave this one out.
         """
         started_s = time.perf_counter()
         self._speculation.expire(self._clock())
@@ -193,7 +197,8 @@ class KvIndexer:
         if self._hybrid.pods:
             table = self._hybrid.refine(keys, table, prompt_tokens, tokens)
         found = registry.of_pods(table, pods, pending_tokens, self._hasher.block_tokens)
-        self._metrics.looked_up(found.longest, time.perf_counter() - started_s)
+        if not dry:
+            self._metrics.looked_up(found.longest, time.perf_counter() - started_s)
         found.states, found.followed = registry.states, self._followed_s
         return found
 

@@ -1,6 +1,7 @@
 """The `kvroute` command: runs one of the programs, and imports nothing of the others."""
 
 import importlib
+import os
 import runpy
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,9 @@ _COMMANDS = {
         "model_server.cli",
         "serve a model over an OpenAI-compatible API and publish its KV cache events",
     ),
+    "top": ("kvroute.top", "show a router's pods and decisions, live"),
+    "explain": ("kvroute.explain", "show which pod a request got, or would get now, and why"),
+    "migrate": ("kvroute.migrate", "explain a picker configuration of llm-d, and write it in new words"),
     "plan": ("planning.cli", "compute memory, concurrency and speed of a model on GPUs"),
     "envoy-config": ("kvroute.envoy_config", "print the configuration of an Envoy that calls routers"),
     "bench": ("", "run a benchmark of a checkout"),
@@ -58,6 +62,8 @@ commands:
   kvroute COMMAND --help   lists the options of a command
   kvroute --OPTION ...     runs the router
   kvroute --version        prints the version
+
+  eval "$(register-python-argcomplete kvroute)"   completes commands and flags (pip install 'kvroute[cli]')
 """
 _BENCH_HELP = """\
 usage: kvroute bench NAME [--json] [OPTION ...]
@@ -74,6 +80,8 @@ benchmarks:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if "_ARGCOMPLETE" in os.environ:
+        arguments = _complete_name()
     name = arguments[0] if arguments else "--help"
     if name in ("-h", "--help", "help"):
         return _print_help(_HELP, {name: purpose for name, (_, purpose) in _COMMANDS.items()})
@@ -90,6 +98,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return bench(arguments[1:])
     run = importlib.import_module(_COMMANDS[name][0]).main
     return int(run(arguments[1:]) or 0)
+
+
+def _complete_name() -> list[str]:
+    """Return the command whose flags a shell wants to complete; complete and exit if it is its name."""
+    import argparse
+
+    import argcomplete
+
+    words = os.environ["COMP_LINE"][: int(os.environ["COMP_POINT"])].split(" ")
+    has_name = len(words) > 2 and words[1] in _COMMANDS
+    if has_name:
+        # The command's own parser completes what follows its name.
+        os.environ["_ARGCOMPLETE"] = "2"
+        if words[1] != "bench":
+            return words[1:2]
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("name", choices=list(_BENCHMARKS if has_name else _COMMANDS))
+    argcomplete.autocomplete(parser)
+    return []
 
 
 def bench(argv: Sequence[str]) -> int:

@@ -57,6 +57,7 @@ class Supervisor:
         say: Prints a progress line.
         stop_timeout_s: Time for a child to exit after SIGTERM, before SIGKILL.
         back_off_s: See `BACK_OFF_S`.
+        progress_s: Time after which a child that is not ready is named, again and again, with its log's end.
     """
 
     def __init__(
@@ -66,11 +67,12 @@ class Supervisor:
         *,
         stop_timeout_s: float = 8.0,
         back_off_s: Sequence[float] = BACK_OFF_S,
+        progress_s: float = 5.0,
     ) -> None:
         self._directory = directory
         self._say = say
         self._stop_timeout_s = stop_timeout_s
-        self._back_off_s = back_off_s
+        self._back_off_s, self._progress_s = back_off_s, progress_s
         self.children: list[Child] = []
         self.restarted: list[str] = []
         """Names of children that exited unexpectedly, one for each restart."""
@@ -148,8 +150,12 @@ class Supervisor:
         return Child(plan, process, log_path, log_start, deaths_s or [])
 
     def _wait_ready(self, child: Child) -> None:
-        deadline_s = time.monotonic() + READY_TIMEOUT_S
+        told_s = time.monotonic()
+        deadline_s = told_s + READY_TIMEOUT_S
         while not _is_ready(child.plan):
+            if time.monotonic() - told_s > self._progress_s:
+                told_s = time.monotonic()
+                self._say(f"waiting for {child.plan.name}; {_log_text(child)}")
             for other in self.children:
                 if other.process.poll() is not None:
                     raise LocalStackError(_exit_text(other))

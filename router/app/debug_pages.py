@@ -10,7 +10,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from ssl import SSLContext
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -53,6 +53,7 @@ _STACKS_MAX = 20_000
 
 Query = Mapping[str, str]
 Page = Callable[[Query], tuple[int, Any]]
+PostPage = Callable[[bytes], tuple[int, Any]]
 
 
 class _Status(msgspec.Struct):
@@ -145,10 +146,15 @@ class DebugServer:
     tls: Callable[[], SSLContext] | None = None  # factory of SSL contexts for new connections
     authorize: MetricsAuth | None = None  # of requests other than /healthz and /ready; None: all are allowed
     admin: Admin | None = None  # handler of administration, which has a token of its own
+    # Pages that read a posted body and change nothing, by path, and the longest body in bytes. They are
+    # authorized like the others, as a "get".
+    posts: Mapping[str, tuple[PostPage, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         listener = bound_socket("--metrics-port", self.host, self.port)
-        self._server = PageServer(listener, self._answer, self.tls, ("POST", "DELETE") if self.admin else ())
+        methods = ("POST", "DELETE") if self.admin else ("POST",) if self.posts else ()
+        limits = {path: bytes_max for path, (_, bytes_max) in self.posts.items()}
+        self._server = PageServer(listener, self._answer, self.tls, methods, limits)
         self.port = self._server.port
         self._probes, self._others = BoundedExecutor("pages-probes"), BoundedExecutor("pages-others")
 
@@ -166,12 +172,15 @@ class DebugServer:
             return await self._probes.run(lambda: self._page(request))
         if (admin := self.admin) is not None and request.path in (RESET, WORKERS):
             return await self._others.run(lambda: _response(*admin.answer(request)))
-        if request.method not in ("GET", "HEAD"):
-            return _response(405, {"error": "only GET and HEAD"})
+        post = self.posts.get(request.path)
+        if request.method not in (("GET", "HEAD") if post is None else ("POST",)):
+            return _response(405, {"error": "only GET and HEAD" if post is None else "only POST"})
         if self.authorize is not None:
             status = await self.authorize.denial(request.path, request.headers.get("authorization"))
             if status is not None:
                 return _response(status, {"error": "not allowed"})
+        if post is not None:
+            return await self._others.run(lambda: _response(*post[0](request.body)))
         return await self._others.run(lambda: self._page(request))
 
     def _page(self, request: Request) -> Response:

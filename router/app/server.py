@@ -18,6 +18,7 @@ from indexer import ConfigError as IndexerConfigError
 from indexer import KvIndexer, raise_open_files
 from router.app.config import RouterConfig, config_as_yaml, parse_flags
 from router.app.debug_pages import DebugPages
+from router.app.explain import Explainer
 from router.app.process import StopSignals, set_up_logs, trim_heap, tune_gc, use_single_arena
 from router.app.wiring import (
     build_admission,
@@ -214,13 +215,16 @@ class RouterServer:
             for pool in pool_ports(config)
         ]
         self.router = routers[0]
-        self._debug = opened.enter_context(closing(listen_metrics(config, registry, self._pages())))
+        explainer = Explainer(self.decision_log)
+        self._debug = opened.enter_context(
+            closing(listen_metrics(config, registry, self._pages(), explainer))
+        )
         self._grpc_health = opened.enter_context(closing(listen_health(config, self.health)))
         may_block = pick_may_block(config, self._flow, self._tokenizers)
         streams = StreamMetrics(registry).opened if config.stream_metrics else None
         self._grpc: dict[str, GrpcServer] = {}
         for router, port in zip(routers, pool_ports(config).values(), strict=True):
-            grpc = listen_grpc(config, port, self._services(router, streams), may_block=may_block)
+            grpc = listen_grpc(config, port, self._services(router, streams, explainer), may_block=may_block)
             self._grpc[router.pool] = opened.enter_context(closing(grpc))
         self._tokenizers.waits = partial(move_picks, self._grpc.values())
         if self._flow is not None:
@@ -262,7 +266,10 @@ class RouterServer:
         )
 
     def _services(
-        self, router: ObservedRouter, streams: Callable[[], Callable[[str], object]] | None
+        self,
+        router: ObservedRouter,
+        streams: Callable[[], Callable[[str], object]] | None,
+        explainer: Explainer,
     ) -> list[Callable[[Any], object]]:
         """Return functions that register the services of a gRPC port with a server."""
         config, lifecycle, metrics = self.config, self.lifecycle, self._metrics
@@ -273,6 +280,7 @@ class RouterServer:
             lambda: salt is not None or kv_connector_sign(config, self.pods.current) is not None,
         )
         ext_proc = self._ext_proc(router, guard)
+        explainer.add(router.pool, ext_proc.dialect)
         return [
             lambda server: ext_proc.add_to(server, streams),
             ExtAuthzService(router, guard, metrics, config.max_request_bytes, salt).add_to,

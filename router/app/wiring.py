@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from router.app.admin import Admin
 from router.app.config import RouterConfig
 from router.app.debug_pages import DebugPages, DebugServer, MetricsAuth, profile_pages
+from router.app.explain import EXPLAIN_BYTES_MAX, EXPLAIN_PATH, Explainer
 from router.app.tls import grpc_tls, metrics_tls
 from router.config.fields import Duration
 from router.config.picker_file import Resources
@@ -232,7 +233,9 @@ def listen_health(config: RouterConfig, health: Health) -> GrpcServer:
     )
 
 
-def listen_metrics(config: RouterConfig, registry: CollectorRegistry, pages: DebugPages) -> DebugServer:
+def listen_metrics(
+    config: RouterConfig, registry: CollectorRegistry, pages: DebugPages, explainer: Explainer
+) -> DebugServer:
     """Bind the metrics port. Raises ListenError if it is in use."""
     return DebugServer(
         config.host,
@@ -242,6 +245,7 @@ def listen_metrics(config: RouterConfig, registry: CollectorRegistry, pages: Deb
         tls=metrics_tls(config.metrics_tls) if config.metrics_tls is not None else None,
         authorize=_metrics_auth(config) if config.metrics_auth else None,
         admin=Admin(config.index.admin_token, pages.pods, pages.source, pages.index),
+        posts={EXPLAIN_PATH: (explainer.answer, EXPLAIN_BYTES_MAX)},
     )
 
 

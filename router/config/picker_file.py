@@ -126,7 +126,7 @@ class FlowSettings(Settings):
 
 
 class DiscoverySettings(Settings):
-    """Parameters of the plugin file-discovery."""
+    """Discovery of pods by a file."""
 
     path: Text
     watch_file: bool = False

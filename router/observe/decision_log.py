@@ -148,6 +148,12 @@ class DecisionLog:
             record = self._records.get(request_id)
         return self._converted(record) if record else None
 
+    def converted(self, decision: Decision) -> dict[str, Any]:
+        """Return the record that a decision would have, without keeping it."""
+        with self._lock:
+            output_tokens = self._output_tokens.get(decision.model, (None, 0))[0]
+        return self._converted(_Record(decision, time.time(), model_output_tokens=output_tokens))
+
     def _record_of(
         self, request_id: str, dispatch: Dispatch | None, pod: str | None = None
     ) -> _Record | None:

@@ -46,10 +46,7 @@ class ObservedRouter:
         # Unix times in nanoseconds: the request's arrival, then the end of each step.
         steps_ns = [time.time_ns()]
         try:
-            if self.pool:
-                request = msgspec.structs.replace(request, pool=self.pool)
-            if self.states is not None and request.kind in _STATEFUL:
-                request = self.states.bound(request)
+            request = self._bound(request)
             steps = () if traces is None else (lambda: steps_ns.append(time.time_ns()),)
             decision = self.router.route(request, now_s, is_active, *steps)
         except Exception as error:
@@ -67,3 +64,15 @@ class ObservedRouter:
         if traces is not None:
             traces.routed(request, steps_ns, decision)
         return decision
+
+    def explain(self, request: RouteRequest, now_s: float) -> Decision:
+        """Return the decision that `route` would make now, without any trace of it; see `Router.explain`."""
+        return self.router.explain(self._bound(request, dry=True), now_s)
+
+    def _bound(self, request: RouteRequest, *, dry: bool = False) -> RouteRequest:
+        """Return the request with its pool and the pod of its state."""
+        if self.pool:
+            request = msgspec.structs.replace(request, pool=self.pool)
+        if self.states is not None and request.kind in _STATEFUL:
+            request = self.states.bound(request, dry=dry)
+        return request

@@ -199,32 +199,34 @@ class StatePods:
         with self._lock:
             return [(name, address) for name, (address, _) in islice(reversed(self._holders.items()), count)]
 
-    def bound(self, request: RouteRequest) -> RouteRequest:
+    def bound(self, request: RouteRequest, *, dry: bool = False) -> RouteRequest:
         """Return the request with the pod of its state as the only candidate.
 
-        Without known state it is returned unchanged, and the picked engine answers for itself.
+        Without known state it is returned unchanged, and the picked engine answers for itself. A dry request
+        is not counted, and keeps no state from being dropped.
 
         Raises:
             RequestError: 404: the pod is gone; 503: the gateway does not allow the pod.
         """
-        outcome = None
+        outcome, count = None, self.count if not dry else lambda _outcome: None
         for param, state_id in _named_states(request):
             outcome = UNKNOWN
             with self._lock:
                 if (holder := self._holders.get(state_id)) is None:
                     continue
-                self._holders.move_to_end(state_id)
+                if not dry:
+                    self._holders.move_to_end(state_id)
             pod = self.pods.current.get(holder[0])
             if pod is None or holder[1] not in (None, pod_life(pod.entry)):
-                self.count(GONE)
+                count(GONE)
                 text = f"{param}: the server that kept '{state_id}' is gone, and its state with it"
                 raise RequestError(404, f"{text}; send the input of all turns again", param)
             if not is_allowed(pod, request.candidates):
                 raise no_allowed_endpoint()
-            self.count(HELD)
+            count(HELD)
             return replace(request, candidates=frozenset((pod.address,)))
         if outcome is not None:
-            self.count(outcome)
+            count(outcome)
         return request
 
 

@@ -136,8 +136,24 @@ class Router:
         self.dispatched(decision, displaced, now_s)
         return decision
 
+    def explain(self, request: RouteRequest, now_s: float) -> Decision:
+        """Return the decision that `route` would make now. It reserves, records and counts nothing.
+
+        Flow control is not asked, so the request might wait first. Pods may be asked to render the prompt.
+
+        Raises:
+            RequestError: The request cannot be routed.
+        """
+        return self._routed(request, self.clock(), now_s, lambda: None, dry=True)[0]
+
     def _routed(
-        self, request: RouteRequest, started_s: float, now_s: float, step_done: Callable[[], None]
+        self,
+        request: RouteRequest,
+        started_s: float,
+        now_s: float,
+        step_done: Callable[[], None],
+        *,
+        dry: bool = False,
     ) -> tuple[Decision, Sequence[Dispatch]]:
         candidates = self._candidates.get(request)
         priority = self.admission.admit(request.headers, candidates.rows, now_s)
@@ -145,13 +161,13 @@ class Router:
         base_model, context_tokens = candidates.base_model, candidates.context_tokens
         tokens = self.tokenizers.prompt_tokens(request, base_model, context_tokens, candidates.pods)
         # A sleeping pod is a candidate only if all candidates sleep. Requests without a body wake none.
-        if candidates.pods[0].asleep and self.wake is not None and tokens.total:
+        if candidates.pods[0].asleep and self.wake is not None and tokens.total and not dry:
             self.wake(candidates.pods)
-        keys, degraded = self._keys(request, tokens, candidates)
+        keys, degraded = self._keys(request, tokens, candidates, dry=dry)
         if degraded is None and not reads_cache(request):
             # Keep the keys: the engine stores the blocks anyway, and their events end the prefill.
             degraded = CACHE_NOT_READ
-        tokenized = TokenizedRequest(request, tokens, keys, degraded, priority)
+        tokenized = TokenizedRequest(request, tokens, keys, degraded, priority, dry)
         with self._picking:
             decision, displaced = self._pick(tokenized, candidates, started_s, now_s, step_done)
         decision.ranked.causes = self._causes(tokenized, candidates, decision)
@@ -179,7 +195,7 @@ class Router:
         return PromptCauses(dict(tokens), next(evicted, None))
 
     def _keys(
-        self, request: RouteRequest, tokens: PromptTokens, candidates: CandidateSet
+        self, request: RouteRequest, tokens: PromptTokens, candidates: CandidateSet, *, dry: bool
     ) -> tuple[list[Keys], str | None]:
         """Return the block keys of each prompt, or no keys and the reason."""
         if tokens.degraded is not None or candidates.base_model is None:
@@ -193,7 +209,7 @@ class Router:
         base, lora, salt = candidates.base_model, candidates.lora_name, request.cache_salt
         try:
             return [
-                self.index.block_keys(base, ids, lora_name=lora, cache_salt=salt, extras=extras)
+                self.index.block_keys(base, ids, lora_name=lora, cache_salt=salt, extras=extras, dry=dry)
                 for ids, extras in zip(tokens.prompts, tokens.extras(self.index.block_tokens), strict=True)
             ], None
         except TokenError:
@@ -211,9 +227,9 @@ class Router:
         is_ranked = len(tokenized.keys) == 1 and tokenized.request.kind in RANKED_KINDS
         pending = self.scheduler.ledger.pending_tokens if is_ranked else None
         # Block keys include the base model, so pods of another base match nothing.
-        match, pods = self.index.match, candidates.address_set
+        match, pods, dry = self.index.match, candidates.address_set, tokenized.dry
         matches = [
-            match(keys, pods, prompt_tokens=len(prompt), tokens=prompt, pending_tokens=pending)
+            match(keys, pods, prompt_tokens=len(prompt), tokens=prompt, pending_tokens=pending, dry=dry)
             for keys, prompt in zip(tokenized.keys, tokenized.tokens.prompts, strict=False)
         ]
         step_done()
@@ -222,6 +238,8 @@ class Router:
         decision, displaced = self.scheduler.schedule(
             tokenized, candidates, self.pods.current, matches, decided_s
         )
+        if dry:
+            return decision, displaced
         if self.failures.trials and decision.is_charged:
             self.failures.dispatched(decision.ranked.best.pod, decided_s)
         if keys := tokenized.keys:

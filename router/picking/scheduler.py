@@ -59,6 +59,7 @@ class TokenizedRequest(msgspec.Struct, frozen=True):
     keys: Sequence[Keys]  # block keys of each prompt, in the order of `tokens.prompts`; empty if unknown
     degraded: str | None  # why the index is not used; None if it is
     priority: int = 0
+    dry: bool = False  # whether to decide only: the request is not sent, and changes no state
 
     def sent_prompt(self, pod: str, candidates: CandidateSet, matches: PodMatches) -> SentPrompt | None:
         """Return what a pod should store for the first prompt; None if the base model is unknown."""
@@ -140,7 +141,7 @@ class Scheduler:
             matches: One per prompt.
 
         Returns:
-            The decision, and the entries that the ledger evicted for it.
+            The decision, and the entries that the ledger evicted for it; a dry request is not entered.
         """
         request = tokenized.request
         session, session_pod = session_of(request), None
@@ -182,6 +183,8 @@ class Scheduler:
             partial=tokenized.tokens.partial,
             sequences=sequences_of(request, len(tokenized.tokens.prompts), SEQUENCES_MAX),
         )
+        if tokenized.dry:
+            return decision, ()
         if session is not None:
             self._sessions.record(session, decision.ranked.best.pod, now_s, candidates.base_model)
         return decision, self._dispatch(decision, candidates, tokenized.keys, matches, adapter_s)

@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import numpy as np
 from msgspec import Meta, field
@@ -135,6 +135,19 @@ _NON_PROFILE_TYPES: Mapping[str, type[Settings]] = {
 # Types whose parameters other modules read.
 _READ_ELSEWHERE = frozenset({*PARSERS, *FLOW_TYPES, REPORTER})
 
+_TYPES: Mapping[str, type[Settings]] = {**PLUGIN_TYPES, **_NON_PROFILE_TYPES, **DETECTORS}
+
+# Types that llm-d v0.11 removes, and what takes their place there.
+REMOVED: Mapping[str, str] = {
+    "pd-profile-handler": "disagg-profile-handler with profiles and deciders",
+    "disagg-headers-handler": "nothing: the profile handler sets the headers",
+    "prefill-header-handler": "nothing: the profile handler sets the headers",
+    _PRECISE_SCORER: f"{PRECISE}, and a prefix-cache-scorer that names it by {PRODUCER_KEY}",
+    "by-label": "label-selector-filter with matchExpressions",
+    "by-label-selector": "label-selector-filter",
+    "tokenizer": "token-producer",
+}
+
 # Alternatives to llm-d types that are not supported.
 REPLACEMENTS: Mapping[str, str] = {
     "latency-scorer": "ttft-cost-scorer, which needs no predictor",
@@ -200,10 +213,25 @@ def ignored_parameters(config: PickerConfig) -> Iterator[str]:
     Raises:
         ConfigError: A parameter is invalid; names its line.
     """
-    types = {**PLUGIN_TYPES, **_NON_PROFILE_TYPES, **DETECTORS}
     for entry in config.entries:
-        if (kind := types.get(entry.type)) is not None:
+        if (kind := _TYPES.get(entry.type)) is not None:
             yield from entry.parameters_section.read(kind).ignored()
+
+
+def meaning(entry: PluginEntry) -> str:
+    """Return in one sentence what a plugin of a configuration does here.
+
+    Raises:
+        ConfigError: The type is unknown, or a parameter is invalid; names its line.
+    """
+    if (kind := _TYPES.get(entry.type)) is not None:
+        entry.parameters_section.read(kind)
+        text = kind.__doc__ if kind is not Settings else None
+        return text.partition("\n")[0] if text else "Always on, with or without an entry."
+    if entry.type in _READ_ELSEWHERE:
+        is_parser = entry.type in PARSERS
+        return "Parser of requests, by their paths." if is_parser else "Part of admission or of responses."
+    return "Custom plugin." if is_custom(entry.type) else _fail_unknown(entry)
 
 
 def _add_producer(
@@ -348,10 +376,15 @@ def _custom(entry: PluginEntry, directory: Path) -> Callable[..., object]:
         except Exception as error:
             entry.section.fail("type", f"cannot load entry point {point.value}: {error}")
         return loaded
+    return _fail_unknown(entry)
+
+
+def _fail_unknown(entry: PluginEntry) -> NoReturn:
+    installed = entry_points(group=ENTRY_POINTS)
     known = {*PLUGIN_TYPES, *_NON_PROFILE_TYPES, *_READ_ELSEWHERE, *installed.names}
     instead = REPLACEMENTS.get(entry.type)
     advice = f"use {instead}" if instead else f"known: {', '.join(sorted(known))}"
-    return entry.section.fail("type", f"unknown plugin type {entry.type!r}; {advice}")
+    entry.section.fail("type", f"unknown plugin type {entry.type!r}; {advice}")
 
 
 def _from_file(entry: PluginEntry, path: Path, name: str) -> Callable[..., object]:

@@ -79,7 +79,8 @@ class Pipeline:
                 raise RequestError(
                     429, "no endpoints available for the given request", dropped_reason="rejected-saturated"
                 )
-            response_headers = self._notify_observers(request, result)
+            dry = priced.tokenized.dry
+            response_headers = {} if dry else self._notify_observers(request, result)
         except RequestError:
             raise
         except Exception as error:
@@ -87,7 +88,7 @@ class Pipeline:
             _log.exception("plugin failed: request=%s", request.id)
             raise RequestError(500, f"a plugin failed: {error}") from error
         targets = [one.address for one in (result.primary.endpoints[0], result.prefill) if one is not None]
-        for producer in self.prefixes.values():
+        for producer in () if dry else self.prefixes.values():
             producer.dispatched(targets, pods)
         return _order(result, endpoints), _pipeline_result(result, response_headers)
 

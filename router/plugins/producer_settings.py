@@ -178,7 +178,7 @@ class _Events(Settings):
 
 
 class PreciseSettings(Settings):
-    """Parameters of precise prefix producers and of the scorer that includes one."""
+    """Prefix matches of the index, which follows the KV events; with parameters of the index."""
 
     token_processor_config: _TokenProcessor | None = None
     indexer_config: _Index = field(default_factory=_Index)
@@ -194,7 +194,7 @@ class _Server(Settings):
 
 
 class TokenSettings(Settings):
-    """Parameters of token producers."""
+    """Source of prompts' token ids: a render endpoint, or a tokenizer in another process."""
 
     model_name: Text | None = None
     vllm: _Server | None = None
@@ -233,7 +233,7 @@ class MetricsExtractorSettings(Settings):
 
 
 class MetricsSettings(Settings):
-    """Parameters of metrics-data-source."""
+    """Page and port of the pods' load metrics, which are always read."""
 
     scheme: Literal["http"] = "http"
     path: Text | None = None

@@ -201,7 +201,7 @@ class _Deciders(Settings):
 
 
 class DisaggHandlerSettings(Settings):
-    """Parameters of disagg-profile-handler; the flat ones are llm-d's older form and take precedence."""
+    """Handler of separate decode, prefill and encode pods; its flat parameters take precedence."""
 
     stage_order: Literal["decode-first", "prefill-first"] = "decode-first"
     profiles: _Stages = option(default_factory=_Stages)
@@ -228,13 +228,13 @@ class DisaggHandlerSettings(Settings):
 
 
 class PdHandlerSettings(DisaggHandlerSettings):
-    """Parameters of pd-profile-handler, llm-d's older handler, which always has a decider."""
+    """Handler of separate decode and prefill pods, which always has a decider."""
 
     decider_plugin_name: Text | None = "prefix-based-pd-decider"
 
 
 class DataParallelHandlerSettings(Settings):
-    """Parameters of data-parallel-profile-handler."""
+    """Handler of one profile, whose pick is sent to one port of its pod, that of a sidecar."""
 
     primary_port: _Port = 8000  # see ProfileHandler
 

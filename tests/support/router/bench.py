@@ -76,6 +76,7 @@ class PlainIndex:
         lora_name: str | None = None,
         cache_salt: str | None = None,
         extras: Sequence[bytes] = (),
+        dry: bool = False,
     ) -> Keys:
         """Return the chained hashes of the full blocks."""
         keys, parent = [], hash((model, lora_name, cache_salt))
@@ -97,6 +98,7 @@ class PlainIndex:
         prompt_tokens: int | None = None,
         tokens: object = None,
         pending_tokens: object = None,
+        dry: bool = False,
     ) -> PodMatches:
         """Return the longest cached prefix of each pod."""
         rows = {pod: row for row, pod in enumerate(sorted(pods))}

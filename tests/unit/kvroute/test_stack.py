@@ -133,6 +133,27 @@ def test_a_child_that_exits_before_it_is_ready_is_reported(supervisor: Superviso
         supervisor.start([plan])
 
 
+def test_a_slow_start_tells_what_the_program_says(tmp_path: Path) -> None:
+    """A child that is not ready for a while is named with the end of its log, until it is ready."""
+    lines: list[str] = []
+    shown, port = tmp_path / "shown", free_port()
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if "loading 3 of 9" in line:
+            shown.touch()
+
+    code = (
+        "import os, socket, time; print('loading 3 of 9', flush=True)\n"
+        f"while not os.path.exists({str(shown)!r}): time.sleep(0.01)\n"
+        f"s = socket.create_server(('127.0.0.1', {port})); time.sleep(60)"
+    )
+    supervisor = Supervisor(tmp_path, say, progress_s=0.01)
+    supervisor.start([ChildPlan("loader", [sys.executable, "-c", code], [port])])
+    supervisor.stop()
+    assert "waiting for loader; last log lines: loading 3 of 9" in lines
+
+
 def test_a_missing_program_is_reported(supervisor: Supervisor) -> None:
     """A missing executable is reported like an exit, without a traceback."""
     with pytest.raises(LocalStackError, match="no-such-program: No such file"):

@@ -1,0 +1,80 @@
+"""Client of a router's debug pages, which its metrics port serves, and the flags that name the port."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import urllib3
+
+from common.flags import file_flag, flag, flag_values
+
+_TIMEOUT = urllib3.Timeout(connect=5.0, read=30.0)
+_ANSWER_BYTES_MAX = 64 << 20
+_URL = "URL of the router's metrics port; `kvroute up` prints its own"
+_WHY = {
+    401: "give --token-file",
+    403: "the token's user needs the right to `get` this path",
+    404: "is --router-url the metrics port of a router of this version?",
+    413: "longer than the router explains (1 MiB)",
+}
+
+
+class PagesError(Exception):
+    """The router did not answer. Commands print the message and exit with status 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class PagesOptions:
+    """Where the router's debug pages are."""
+
+    router_url: str = flag("router", "--router-url", str, "http://127.0.0.1:9090", _URL)
+    token_file: Path | None = file_flag("router", "--token-file", "bearer token of the metrics port")
+    ca_file: Path | None = file_flag("router", "--ca-file", "PEM certificates that sign an https port's")
+
+
+class RouterPages:
+    """Client of the router that a command line names, by the flags of `PagesOptions`.
+
+    Raises:
+        PagesError: The token cannot be read.
+    """
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        options = PagesOptions(**flag_values(PagesOptions, arguments))
+        self._url, headers = options.router_url.rstrip("/"), {}
+        if options.token_file is not None:
+            try:
+                headers["authorization"] = f"Bearer {options.token_file.read_text('utf-8').strip()}"
+            except (OSError, UnicodeDecodeError) as error:
+                raise PagesError(f"--token-file {options.token_file}: cannot be read: {error}") from error
+        ca_file = options.ca_file and str(options.ca_file)
+        self._http = urllib3.PoolManager(headers=headers, timeout=_TIMEOUT, retries=False, ca_certs=ca_file)
+
+    def get(self, page: str, posted: object = None) -> dict[str, Any]:
+        """Return the content of a page, or its answer to a posted JSON value.
+
+        Raises:
+            PagesError: The router cannot be reached, or answers with an error.
+        """
+        url, body = self._url + page, None if posted is None else json.dumps(posted)
+        method = "GET" if body is None else "POST"
+        try:
+            answer = self._http.request(method, url, body=body, redirect=False, preload_content=False)
+            data = answer.read(_ANSWER_BYTES_MAX)
+            answer.release_conn()
+            value = json.loads(data)
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise PagesError(f"{url}: {error}") from error
+        except ValueError:
+            value = None
+        if answer.status in (200, 503) and isinstance(value, dict) and "error" not in value:
+            return value
+        told = (
+            value.get("error") if isinstance(value, dict) else _WHY.get(answer.status, "no page of a router")
+        )
+        told = _WHY.get(answer.status, told) if told == "not allowed" else told
+        raise PagesError(f"{url} answered {answer.status}: {told}")
