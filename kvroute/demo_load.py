@@ -6,6 +6,7 @@ A wave of requests is sent at once. The texts are meaningless and seeded.
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 Message = dict[str, Any]
@@ -44,8 +45,8 @@ _DID = "reported|lost|restarted|waited for|refused|copied|could not find|filled|
 _WHAT = "its disk|a packet|the lock|forty requests|the old key|its memory|the backup|a page|the lease"
 _WHEN = "at once|after two minutes|again|for an hour|before the update|during the copy|until noon"
 # Lengths in sentences of about 13 tokens. Reports of new requests differ in length, as work does.
-_NEW_SENTENCES = (18, 36, 72)
-_TOOL_SENTENCES = 30
+_NEW_SENTENCES = (12, 24, 48)
+_TOOL_SENTENCES = 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +57,14 @@ class Load:
     conversations: int = 12
     tool_loops: int = 3
     new_requests: int = 12
-    turns: int = 3  # of conversations, without the burst, and of tool loops; below the number of questions
-    text_sentences: int = 130
+    turns: int = 3  # of conversations, without the burst; below the number of questions
+    steps: int = 6  # of tool loops
+    text_sentences: int = 120
     at_once: int = 3  # requests of a wave that is no burst
 
 
 SMALL_LOAD = Load(
-    rounds=1, conversations=4, tool_loops=1, new_requests=3, turns=2, text_sentences=60, at_once=2
+    rounds=1, conversations=4, tool_loops=1, new_requests=3, turns=2, steps=3, text_sentences=60, at_once=2
 )
 """For models that compute far more slowly than the built-in one."""
 
@@ -98,20 +100,26 @@ def waves(load: Load, seed: int) -> list[list[Ask]]:
     first = 1000 * seed
     texts = range(first, first + load.conversations)
     talks = [conversation(number, load.text_sentences) for number in texts]
-    loops = [_tool_loop(first + 100 * number, load.turns) for number in range(1, load.tool_loops + 1)]
+    loops = [_tool_loop(first + 100 * number, load.steps) for number in range(1, load.tool_loops + 1)]
     new = [
         Session(f"new {number + 1}", [new_messages(first + 500 + number)])
         for number in range(load.new_requests)
     ]
-    found = []
+    # Waves with their places in the round, from 0 to 1.
+    placed: list[tuple[float, list[Ask]]] = []
+    # In a fixed order, round-robin would meet each conversation's pod by chance.
     for turn in range(load.turns):
-        asks = [Ask(CONVERSATIONS, talk, turn) for talk in talks]
-        asks += [Ask(TOOL_LOOPS, loop, turn) for loop in loops]
-        # In a fixed order, round-robin would meet each conversation's pod by chance.
-        shuffle(asks)
-        found += [asks[at : at + load.at_once] for at in range(0, len(asks), load.at_once)]
+        shuffle(talks)
+        for at in range(0, len(talks), load.at_once):
+            wave = [Ask(CONVERSATIONS, talk, turn) for talk in talks[at : at + load.at_once]]
+            placed.append(((turn + at / len(talks)) / load.turns, wave))
+    for step in range(load.steps):
+        shuffle(loops)
+        placed.append(((step + 0.5) / load.steps, [Ask(TOOL_LOOPS, loop, step) for loop in loops]))
+    placed.sort(key=itemgetter(0))
     shuffle(talks)
-    return [*found, [Ask(BURST, talk, load.turns) for talk in talks], [Ask(NEW, one, 0) for one in new]]
+    bursts = [[Ask(BURST, talk, load.turns) for talk in talks], [Ask(NEW, one, 0) for one in new]]
+    return [wave for _, wave in placed] + bursts
 
 
 def conversation(number: int, sentences: int) -> Session:
@@ -130,14 +138,14 @@ def new_messages(number: int) -> list[Message]:
     ]
 
 
-def _tool_loop(number: int, turns: int) -> Session:
+def _tool_loop(number: int, steps: int) -> Session:
     opening = [
         {"role": "system", "content": _AGENT_PROMPT},
         {"role": "user", "content": f"What caused incident {number}?"},
     ]
     results = [
-        [{"role": "tool", "tool_call_id": f"call_{turn}", "content": _report(number + turn, _TOOL_SENTENCES)}]
-        for turn in range(turns - 1)
+        [{"role": "tool", "tool_call_id": f"call_{step}", "content": _report(number + step, _TOOL_SENTENCES)}]
+        for step in range(steps - 1)
     ]
     return Session(f"loop {number % 1000 // 100}", [opening, *results], _TOOLS)
 

@@ -9,6 +9,7 @@ from statistics import fmean
 KVROUTE, ROUND_ROBIN, LEAST_REQUESTS = "kvroute", "round-robin", "least requests"
 
 _BAR = 40  # characters of the longest bar
+_REQUESTS_PER_LINE = 4
 _GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 # A mean time to first token that is less than a tenth shorter is no gain: runs differ as much.
 _GAIN = 0.9
@@ -34,13 +35,15 @@ Results = Mapping[str, Sequence[Answer]]
 
 
 def table(results: Results) -> str:
-    """Return a table of a round: one line per session, with the cached tokens of each of its requests."""
+    """Return a table of a round: cached tokens of each request, and in parentheses wrong predictions."""
     sessions = dict.fromkeys(answer.session for answer in results[KVROUTE])
     rows = [["cached tokens", "of prompts", *results]]
     for session in sorted(sessions, key=lambda name: (name.split()[0], int(name.split()[1]))):
         mine = [[answer for answer in answers if answer.session == session] for answers in results.values()]
-        prompts = " ".join(f"{answer.prompt_tokens:>4}" for answer in mine[0])
-        rows.append([session, prompts, *(" ".join(map(_cached, answers)) for answers in mine)])
+        for at in range(0, len(mine[0]), _REQUESTS_PER_LINE):
+            cells = [answers[at : at + _REQUESTS_PER_LINE] for answers in mine]
+            prompts = " ".join(f"{answer.prompt_tokens:>4}" for answer in cells[0])
+            rows.append([session, prompts, *(" ".join(map(_cached, answers)) for answers in cells)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -61,7 +64,7 @@ def report(results: Results) -> str:
 def _cached(answer: Answer) -> str:
     if answer.predicted_tokens is None or answer.predicted_tokens == answer.cached_tokens:
         return f"{answer.cached_tokens:>4}"
-    return f"{answer.cached_tokens:>4} (predicted {answer.predicted_tokens})"
+    return f"{answer.cached_tokens:>4} ({answer.predicted_tokens})"
 
 
 def _chart(

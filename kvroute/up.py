@@ -41,11 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(options: StackOptions, *, demo: bool, stay: bool) -> int:
     directory = Path(tempfile.mkdtemp(prefix="kvroute-"))
-    say = _progress()
-    supervisor = Supervisor(directory, say)
+    supervisor = Supervisor(directory, _progress())
     failed = True
     try:
-        _run_in(directory, supervisor, options, say if demo else None, stay=stay)
+        _run_in(directory, supervisor, options, demo=demo, stay=stay)
         failed = bool(supervisor.restarted)
     except KeyboardInterrupt:
         failed = False
@@ -70,12 +69,7 @@ def _run(options: StackOptions, *, demo: bool, stay: bool) -> int:
 
 
 def _run_in(
-    directory: Path,
-    supervisor: Supervisor,
-    options: StackOptions,
-    demo: Callable[[str], None] | None,  # prints its progress; None: no demonstration
-    *,
-    stay: bool,
+    directory: Path, supervisor: Supervisor, options: StackOptions, *, demo: bool, stay: bool
 ) -> None:
     plan = plan_stack(options, directory)
     check_ports(plan.ports)
@@ -83,8 +77,8 @@ def _run_in(
         (directory / file).write_text(text, encoding="utf-8")
     supervisor.start(plan.children)
     await_pods(plan, supervisor.check)
-    if demo is not None:
-        run_demo(plan, supervisor.check, demo)
+    if demo:
+        run_demo(plan, supervisor.check, supervisor.say)
     if stay:
         _stay(plan, supervisor, directory)
     supervisor.check()
@@ -101,7 +95,8 @@ def _stay(plan: StackPlan, supervisor: Supervisor, directory: Path) -> None:
         f"  decisions:        {plan.router_debug_url}/debug/decisions\n"
         f"  metrics:          {plan.router_debug_url}/metrics\n"
         f"  dashboard:        {plan.router_debug_url}/\n"
-        f"  round-robin:      {plan.round_robin_url}; least requests: {plan.least_requests_url}\n"
+        f"  round-robin:      {plan.round_robin_url}\n"
+        f"  least requests:   {plan.least_requests_url}\n"
         f"  logs:             {directory}\n\n"
         f"  curl -sD- {plan.gateway_url}/v1/chat/completions -H 'content-type: application/json' \\\n"
         f'    -d \'{{"model": "{plan.model_name}", "max_tokens": 16, '

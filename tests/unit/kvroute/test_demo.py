@@ -70,10 +70,10 @@ def test_the_lines_compare_the_policies() -> None:
 
 
 def test_the_table_names_wrong_predictions() -> None:
-    """The table has the cached tokens of each request, and the predicted ones where they differ."""
+    """The table has the cached tokens of each request, and wrong predictions in parentheses."""
     assert [" ".join(line.split()) for line in table(RESULTS).splitlines()] == [
         "cached tokens of prompts kvroute round-robin least requests",
-        "chat 1 1000 1000 1000 900 800 0 (predicted 16) 0 800 0 100 0 0",
+        "chat 1 1000 1000 1000 900 800 0 (16) 0 800 0 100 0 0",
     ]
 
 
