@@ -20,7 +20,7 @@ from model_server.config import TINY_MODEL
 
 _TIMEOUT = urllib3.Timeout(connect=5.0, read=60.0)
 _HTTP = urllib3.PoolManager(maxsize=32, block=True, timeout=_TIMEOUT, retries=False)
-_ANSWER_TOKENS = 8
+_ANSWER_TOKENS = 4
 # Pause of the users between two turns, in which the events of the last blocks arrive.
 _PAUSE_S = 0.05
 
@@ -58,8 +58,7 @@ def run_demo(
             total[policy] += done[policy]
             say(f"round {number + 1} of {load.rounds}: {len(done[policy])} requests routed by {policy}")
         print(f"\n{table(done)}\n", flush=True)
-    url = plan.router_debug_url
-    print(f"{report(total)}\n\nwhile the stack is up: {url}/ (dashboard), {url}/debug/decisions", flush=True)
+    print(f"{report(total)}\n\ndashboard, while the stack is up: {plan.router_debug_url}/", flush=True)
     return total
 
 

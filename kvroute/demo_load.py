@@ -51,15 +51,15 @@ _TOOL_SENTENCES = 25
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Sizes of the load: three default pools hold all texts, and one pod's holds half of them."""
+    """Sizes of the load: three pods of 1,024 blocks hold all texts, one holds half of them."""
 
     rounds: int = 2
     conversations: int = 12
     tool_loops: int = 3
     new_requests: int = 12
     turns: int = 3  # of conversations, without the burst; below the number of questions
-    steps: int = 6  # of tool loops
-    text_sentences: int = 120
+    steps: int = 5  # of tool loops
+    text_sentences: int = 100
     at_once: int = 3  # requests of a wave that is no burst
 
 

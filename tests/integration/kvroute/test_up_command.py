@@ -127,7 +127,7 @@ def test_the_demonstration_ends_and_cleans_up(tmp_path: Path) -> None:
     for line in ("first answer, by", "chat 1 ", "first token: ", "from cache: ", "computed: ", "no gain: "):
         assert line in done.stdout
     assert "predicted = delivered in" in done.stdout
-    assert f"http://127.0.0.1:{ports[1] + 2}/ (dashboard)" in done.stdout
+    assert f"dashboard, while the stack is up: http://127.0.0.1:{ports[1] + 2}/" in done.stdout
     assert "\x1b" not in done.stdout
     assert_nothing_left(ports, tmp_path)
 
