@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 UV_VERSION := 0.13.8
 READY := $(VENV)/.ready
 
-# The local stack: make up REPLICAS=3 PORT=9000; DEMO=1 ends after the demonstration.
-REPLICAS ?= 2
+# The local stack: make up REPLICAS=2 PORT=9000; DEMO=1 ends after the demonstration.
+REPLICAS ?= 3
 PORT ?= 8080
 BASE_PORT ?= 18000
 UP_ARGS ?=
@@ -28,7 +28,7 @@ BUILD_ARGS := --build-arg BASE_IMAGE=$(PYTHON_IMAGE) $(if $(PIP_INDEX_URL),--bui
 .PHONY: help setup up test test-fast test-deep test-kind test-engines images envoy-image wheelhouse check format bench lock proto clean
 
 help:
-	@echo "make up         start the local stack (2 model servers, router, Envoy), show it, stay up until Ctrl-C"
+	@echo "make up         start the local stack (3 model servers, router, Envoy), show it, stay up until Ctrl-C"
 	@echo "make up DEMO=1  the same, but end after the demonstration; also REPLICAS=n PORT=n BASE_PORT=n"
 	@echo "make test       all tests that need no cluster; also TEST_WORKERS=n, PYTEST_ARGS="
 	@echo "make test-fast  unit tests with few examples of each property, for the loop while editing"

@@ -1,7 +1,7 @@
 """Envoy's configuration: of the local stack, as a JSON-like dict, and the `kvroute envoy-config` command.
 
-Two listeners: the gateway, which asks a router for a pod by ext_authz or ext_proc, and a round-robin one for
-comparison. Their building blocks are in envoy.yaml.
+Three listeners: the gateway, which asks a router for a pod by ext_authz or ext_proc, and two for comparison,
+which balance by round-robin and by least requests. Their building blocks are in envoy.yaml.
 """
 
 import json
@@ -131,6 +131,7 @@ class EnvoySettings(DoorOptions):
         metavar="HOST:PORT",
     )
     round_robin: Address | None = None
+    least_requests: Address | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -179,6 +180,10 @@ def bootstrap(settings: EnvoySettings) -> dict[str, Any]:
         listeners.append(_listener("round_robin", settings.round_robin, parts, [round_robin], [], []))
     if settings.round_robin is not None or settings.failure_mode_allow:
         used.append(_to(clusters["round_robin"], settings.pods))
+    if settings.least_requests is not None:
+        action: _Action = (actions["least_requests"], [])
+        listeners.append(_listener("least_requests", settings.least_requests, parts, [action], [], []))
+        used.append(_to(clusters["least_requests"], settings.pods))
     return {
         "node": {"id": "kvroute-local", "cluster": "kvroute"},
         "static_resources": {"listeners": listeners, "clusters": used},

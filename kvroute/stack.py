@@ -46,7 +46,7 @@ class LocalStackError(Exception):
 class StackOptions(DoorOptions):
     """Options of the user. `port` is the gateway's; other ports are derived from `base_port`."""
 
-    replicas: int = flag("stack", "--replicas", int, 2, "number of model servers")
+    replicas: int = flag("stack", "--replicas", int, 3, "number of model servers")
     port: int = flag("stack", "--port", int, 8080, "port of the gateway: the OpenAI API behind Envoy")
     base_port: int = flag("stack", "--base-port", int, 18000, "first of the other ports")
     model: str = flag(
@@ -84,6 +84,7 @@ class StackPlan:
     files: dict[str, str]
     gateway_url: str
     round_robin_url: str
+    least_requests_url: str
     router_debug_url: str
     pod_urls: dict[str, str]
     admin_urls: Sequence[str]
@@ -109,7 +110,7 @@ def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
     if not (1 <= options.port <= 65535 and 1024 <= base <= 65535 - max(_POD_PORTS) - REPLICAS_MAX):
         raise LocalStackError(f"port {options.port} or base port {base} is out of range")
     model_name = TINY_MODEL if options.model == TINY_MODEL else Path(options.model).resolve().name
-    grpc, health, metrics, round_robin = range(base, base + 4)
+    grpc, health, metrics, round_robin, least_requests = range(base, base + 5)
     pods = [
         _Pod(f"model-server-{number}", *(base + kind + number for kind in _POD_PORTS))
         for number in range(1, options.replicas + 1)
@@ -119,13 +120,14 @@ def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
         routers=[(HOST, grpc)],
         pods=[(HOST, pod.http) for pod in pods],
         round_robin=(HOST, round_robin),
+        least_requests=(HOST, least_requests),
         door=options.door,
         responses=options.responses,
         failure_mode_allow=options.failure_mode_allow,
     )
     children = [_model_server(options, pod, model_name) for pod in pods]
     children.append(_router(options, directory, model_name, (grpc, health, metrics)))
-    children.append(_envoy(directory, (options.port, round_robin)))
+    children.append(_envoy(directory, (options.port, round_robin, least_requests)))
     return StackPlan(
         children=children,
         files={
@@ -135,6 +137,7 @@ def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
         },
         gateway_url=f"http://{HOST}:{options.port}",
         round_robin_url=f"http://{HOST}:{round_robin}",
+        least_requests_url=f"http://{HOST}:{least_requests}",
         router_debug_url=f"http://{HOST}:{metrics}",
         pod_urls={f"{HOST}:{pod.http}": f"http://{HOST}:{pod.http}" for pod in pods},
         admin_urls=[f"http://{HOST}:{pod.admin}" for pod in pods],
@@ -176,7 +179,7 @@ def _router(
     return ChildPlan("router", argv, ports, f"http://{HOST}:{metrics}/ready")
 
 
-def _envoy(directory: Path, ports: tuple[int, int]) -> ChildPlan:
+def _envoy(directory: Path, ports: tuple[int, int, int]) -> ChildPlan:
     argv = [envoy_command(), "-c", str(directory / "envoy.json"), "--disable-hot-restart"]
     # More workers would compete with the router and the engines for cores.
     argv += ["--concurrency", str(max(1, (os.cpu_count() or 1) // 2))]

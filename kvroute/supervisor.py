@@ -70,7 +70,7 @@ class Supervisor:
         progress_s: float = 5.0,
     ) -> None:
         self._directory = directory
-        self._say = say
+        self.say = say
         self._stop_timeout_s = stop_timeout_s
         self._back_off_s, self._progress_s = back_off_s, progress_s
         self.children: list[Child] = []
@@ -113,7 +113,7 @@ class Supervisor:
             try:
                 child.process.wait(max(0.0, deadline_s - time.monotonic()))
             except subprocess.TimeoutExpired:
-                self._say(f"{child.plan.name} does not stop; sending SIGKILL")
+                self.say(f"{child.plan.name} does not stop; sending SIGKILL")
                 child.process.kill()
                 child.process.wait()
         self.children.clear()
@@ -128,12 +128,12 @@ class Supervisor:
         child.deaths_s.append(now_s)
         self.restarted.append(child.plan.name)
         delay_s = self._back_off_s[restarts]
-        self._say(f"{_exit_text(child)}; restarting it on the same ports in {delay_s:g} s")
+        self.say(f"{_exit_text(child)}; restarting it on the same ports in {delay_s:g} s")
         return delay_s
 
     def _mark_ready(self, child: Child) -> None:
         child.ready = True
-        self._say(f"{child.plan.name} is ready (pid {child.process.pid})")
+        self.say(f"{child.plan.name} is ready (pid {child.process.pid})")
 
     def _spawn(self, plan: ChildPlan, deaths_s: list[float] | None = None) -> Child:
         log_path = self._directory / f"{plan.name}.log"

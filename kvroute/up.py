@@ -78,7 +78,7 @@ def _run_in(
     supervisor.start(plan.children)
     await_pods(plan, supervisor.check)
     if demo:
-        run_demo(plan, supervisor.check)
+        run_demo(plan, supervisor.check, supervisor.say)
     if stay:
         _stay(plan, supervisor, directory)
     supervisor.check()
@@ -94,7 +94,9 @@ def _stay(plan: StackPlan, supervisor: Supervisor, directory: Path) -> None:
         f"\nkvroute is up: {plan.gateway_url} (Envoy); pods {', '.join(plan.pod_urls)}\n"
         f"  decisions:        {plan.router_debug_url}/debug/decisions\n"
         f"  metrics:          {plan.router_debug_url}/metrics\n"
+        f"  dashboard:        {plan.router_debug_url}/\n"
         f"  round-robin:      {plan.round_robin_url}\n"
+        f"  least requests:   {plan.least_requests_url}\n"
         f"  logs:             {directory}\n\n"
         f"  curl -sD- {plan.gateway_url}/v1/chat/completions -H 'content-type: application/json' \\\n"
         f'    -d \'{{"model": "{plan.model_name}", "max_tokens": 16, '

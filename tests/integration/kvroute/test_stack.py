@@ -13,7 +13,7 @@ import pytest
 import urllib3
 from openai import APIStatusError, NotFoundError, OpenAI
 
-from kvroute import demo
+from kvroute.demo_load import conversation, new_messages
 from kvroute.envoy_config import POD_HEADER
 from kvroute.stack import await_events
 from tests.support.kvroute.stack import RunningStack, running_stack, wait_until
@@ -39,10 +39,10 @@ def say(client: OpenAI, messages: list[dict[str, str]], **options: Any) -> tuple
 
 def test_a_conversation_stays_with_the_pod_that_remembers_it(stack: RunningStack) -> None:
     """Every turn goes to the first turn's pod, and predicted cached tokens equal the delivered ones."""
-    messages = demo.first_messages()
+    messages: list[dict[str, Any]] = []
     pods = []
-    for turn, question in enumerate(demo.QUESTIONS):
-        messages.append({"role": "user", "content": question})
+    for turn, asked in enumerate(conversation(0, 110).turns):
+        messages += asked
         raw, completion = say(stack.openai(), messages, extra_body={"ignore_eos": True})
         messages.append({"role": "assistant", "content": completion.choices[0].message.content})
         pods.append(raw.headers[POD_HEADER])
@@ -92,7 +92,7 @@ def test_a_burst_with_one_system_prompt_spreads_by_cost(stack: RunningStack) -> 
 
     def ask(number: int) -> tuple[Any, Any]:
         ready.wait()
-        return say(clients[number], demo.burst_messages(100 + number))
+        return say(clients[number], new_messages(100 + number))
 
     with ThreadPoolExecutor(16) as threads:
         answers = list(threads.map(ask, range(16)))

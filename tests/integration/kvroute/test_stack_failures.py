@@ -14,7 +14,7 @@ import pytest
 import urllib3
 import zmq
 
-from kvroute import demo
+from kvroute.demo_load import conversation, new_messages
 from kvroute.envoy_config import POD_HEADER
 from kvroute.stack import empty_caches
 from tests.support.kvroute.stack import RunningStack, running_stack, wait_until
@@ -70,7 +70,7 @@ class Load:
             number += 1
             try:
                 raw = api.chat.completions.with_raw_response.create(
-                    model=MODEL, messages=demo.burst_messages(number), max_tokens=4
+                    model=MODEL, messages=new_messages(number), max_tokens=4
                 )
                 self.served.append(raw.headers[POD_HEADER])
             except openai.APITimeoutError as error:
@@ -102,7 +102,7 @@ def test_a_killed_pod_is_avoided_and_used_again_after_its_restart(stack: Running
 
 def test_a_restarted_pod_has_no_predicted_blocks(stack: RunningStack) -> None:
     """After a restart, blocks of the old process are not predicted, even before any event."""
-    messages = [*demo.first_messages(), {"role": "user", "content": "Hello"}]
+    messages = list(conversation(0, 110).turns[0])
     ask = stack.openai().chat.completions.with_raw_response
     first = ask.create(model=MODEL, messages=messages, max_tokens=4)
     pod = first.headers[POD_HEADER]
@@ -160,7 +160,7 @@ def test_a_pod_that_publishes_garbage_disturbs_nobody(stack: RunningStack) -> No
 
         wait_until("garbage is counted", is_counted)
         unread_batches = stack.unread_batches()
-        messages = [*demo.first_messages(), {"role": "user", "content": "Hello"}]
+        messages = list(conversation(0, 110).turns[0])
         for turn in range(3):
             raw = stack.openai().chat.completions.with_raw_response.create(
                 model=MODEL, messages=messages, max_tokens=20, extra_body={"ignore_eos": True}

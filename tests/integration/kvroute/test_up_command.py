@@ -21,6 +21,14 @@ from kvroute.stack import LocalStackError, StackOptions, plan_stack
 from kvroute.supervisor import check_ports
 from tests.support.kvroute.stack import on_free_ports, wait_until
 
+RUN = "from kvroute.cli import main; raise SystemExit(main())"
+# The demonstration with the load for slow models.
+RUN_SMALL_DEMO = """
+from functools import partial
+from kvroute import up
+from kvroute.demo_load import SMALL_LOAD
+up.run_demo = partial(up.run_demo, load=SMALL_LOAD)
+"""
 # One model server is enough for tests of the command's end.
 SMALL = ("--no-demo", "--replicas", "1")
 
@@ -31,9 +39,9 @@ def stack_ports() -> tuple[int, int]:
     return options.port, options.base_port
 
 
-def command(*arguments: str, ports: tuple[int, int]) -> list[str]:
-    """Return the command line of `kvroute up`."""
-    return [sys.executable, "-c", "from kvroute.cli import main; raise SystemExit(main())", "up",
+def command(*arguments: str, ports: tuple[int, int], before: str = "") -> list[str]:
+    """Return the command line of `kvroute up`, run after the Python code `before`."""
+    return [sys.executable, "-c", before + RUN, "up",
             "--port", str(ports[0]), "--base-port", str(ports[1]), *arguments]  # fmt: skip
 
 
@@ -106,25 +114,21 @@ def assert_nothing_left(ports: tuple[int, int], temporary: Path) -> None:
 
 
 def test_the_demonstration_ends_and_cleans_up(tmp_path: Path) -> None:
-    """With --demo-only the command prints both tables, exits with 0 and leaves nothing."""
+    """With --demo-only the command prints its report without colours, exits with 0 and leaves nothing."""
     ports = stack_ports()
     done = subprocess.run(
-        command("--demo-only", ports=ports),
+        command("--demo-only", ports=ports, before=RUN_SMALL_DEMO),
         capture_output=True,
         text=True,
         env={**os.environ, "TMPDIR": str(tmp_path)},
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "why this pod" in done.stdout
-    assert "round-robin" in done.stdout
-    turns = [
-        line.split()
-        for line in done.stdout.split("round-robin: the same")[0].splitlines()
-        if line[:4] == "turn"
-    ]
-    assert len({turn[2] for turn in turns}) == 1
-    assert all(turn[4] == turn[5] != "0" for turn in turns[1:])
+    for line in ("first answer, by", "chat 1 ", "first token: ", "from cache: ", "computed: ", "no gain: "):
+        assert line in done.stdout
+    assert "predicted = delivered in" in done.stdout
+    assert f"dashboard, while the stack is up: http://127.0.0.1:{ports[1] + 2}/" in done.stdout
+    assert "\x1b" not in done.stdout
     assert_nothing_left(ports, tmp_path)
 
 

@@ -19,36 +19,39 @@ from tests.support.loopback import HERE, free_ports
 from tests.support.router.envoy import running_envoy
 from tests.support.router.paths import ADMINISTRATION, TRICKS, send
 
+LISTENERS = ["gateway", "round_robin", "least_requests"]
+
 
 @dataclass
 class Edge:
-    """An Envoy that fails open, its log, its two listeners, and the requests that reached its pods."""
+    """An Envoy that fails open, its log, its three listeners, and the requests that reached its pods."""
 
     log: Path
-    ports: tuple[int, int]
+    ports: tuple[int, int, int]
     reached: list[tuple[str, str]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
 
 
 @pytest.fixture(scope="module")
 def edge(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Edge]:
-    """Run an Envoy without a router, where requests go round-robin: the weakest protection."""
+    """Run an Envoy without a router, where requests reach a pod unseen: the weakest protection."""
     directory = tmp_path_factory.mktemp("edge")
-    gateway, round_robin, admin, nobody = free_ports(4)
-    running = Edge(directory / "envoy.log", (gateway, round_robin))
+    gateway, round_robin, least_requests, admin, nobody = free_ports(5)
+    running = Edge(directory / "envoy.log", (gateway, round_robin, least_requests))
     with _pod(running) as pod:
         settings = EnvoySettings(
             gateway=(HERE, gateway),
             routers=[(HERE, nobody)],
             pods=[(HERE, pod)],
             round_robin=(HERE, round_robin),
+            least_requests=(HERE, least_requests),
             failure_mode_allow=True,
         )
         with running_envoy(directory, bootstrap(settings), round_robin, admin):
             yield running
 
 
-@pytest.mark.parametrize("listener", [0, 1], ids=["gateway", "round_robin"])
+@pytest.mark.parametrize("listener", range(3), ids=LISTENERS)
 def test_inference_paths_pass(edge: Edge, listener: int) -> None:
     """Every inference path reaches a pod with its own method, also with a query or unusual spelling."""
     for method, path in INFERENCE_PATHS:
@@ -59,7 +62,7 @@ def test_inference_paths_pass(edge: Edge, listener: int) -> None:
             assert [(method, path)] == [(sent, at.partition("?")[0]) for sent, at in edge.reached]
 
 
-@pytest.mark.parametrize("listener", [0, 1], ids=["gateway", "round_robin"])
+@pytest.mark.parametrize("listener", range(3), ids=LISTENERS)
 def test_administration_is_an_openai_404(edge: Edge, listener: int) -> None:
     """Envoy rejects other paths itself with 404 in OpenAI's format; no pod receives them."""
     edge.reached.clear()
@@ -69,7 +72,7 @@ def test_administration_is_an_openai_404(edge: Edge, listener: int) -> None:
     assert edge.reached == []
 
 
-@pytest.mark.parametrize("listener", [0, 1], ids=["gateway", "round_robin"])
+@pytest.mark.parametrize("listener", range(3), ids=LISTENERS)
 @pytest.mark.parametrize("method", [b"GET", b"POST"])
 def test_no_spelling_reaches_another_path(edge: Edge, listener: int, method: bytes) -> None:
     """Whatever the request line, a pod receives only paths of the list in their plain spelling."""
@@ -81,7 +84,7 @@ def test_no_spelling_reaches_another_path(edge: Edge, listener: int, method: byt
     assert {(sent, at.partition("?")[0]) for sent, at in edge.reached} <= set(INFERENCE_PATHS)
 
 
-@pytest.mark.parametrize("listener", [0, 1], ids=["gateway", "round_robin"])
+@pytest.mark.parametrize("listener", range(3), ids=LISTENERS)
 def test_gateway_only_headers_do_not_pass(edge: Edge, listener: int) -> None:
     """A client can set neither pod nor rank nor a host to which an engine connects."""
     edge.headers.clear()

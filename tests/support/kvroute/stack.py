@@ -77,8 +77,8 @@ class RunningStack:
 
 @contextmanager
 def running_stack(directory: Path, *router_flags: str, **options: Any) -> Iterator[RunningStack]:
-    """Run a stack, its router with further flags; stop it at the end."""
-    wanted = on_free_ports(StackOptions(**options))
+    """Run a stack of two model servers, its router with further flags; stop it at the end."""
+    wanted = on_free_ports(StackOptions(**{"replicas": 2, **options}))
     plan = plan_stack(wanted, directory)
     children = [
         replace(child, argv=[*child.argv, *router_flags]) if child.name == "router" else child

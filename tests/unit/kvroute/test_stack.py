@@ -48,7 +48,7 @@ def child(name: str, code: str) -> ChildPlan:
 def test_no_two_processes_share_a_port(replicas: int) -> None:
     """All ports of a plan differ, with any number of pods."""
     ports = plan_stack(StackOptions(replicas=replicas), Path()).ports
-    assert len(ports) == len(set(ports)) == 4 * replicas + 5
+    assert len(ports) == len(set(ports)) == 4 * replicas + 6
 
 
 @pytest.mark.parametrize(
@@ -104,6 +104,7 @@ def test_envoy_accepts_the_configuration(tmp_path: Path, chosen: dict[str, Any])
         routers=[(here, 9002)],
         pods=[(here, 8001)],
         round_robin=(here, 8081),
+        least_requests=(here, 8082),
         **chosen,
     )
     path = tmp_path / "envoy.json"
@@ -250,11 +251,11 @@ def test_a_restarted_program_explains_the_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A stack with a restarted child exits with status 1 and names the child in one line."""
-    plan = StackPlan([], {}, "", "", "", {}, [], "")
+    plan = StackPlan([], {}, "", "", "", "", {}, [], "")
     monkeypatch.setattr(up, "plan_stack", lambda _options, _directory: plan)
     monkeypatch.setattr(up, "await_pods", lambda _plan, _check: None)
     monkeypatch.setattr(Supervisor, "start", lambda self, _plans: self.restarted.append("router"))
-    monkeypatch.setattr(up, "run_demo", lambda _plan, _check: None)
+    monkeypatch.setattr(up, "run_demo", lambda *_: None)
     monkeypatch.setattr(up.signal, "signal", lambda _number, _handler: None)
     assert up.main(["--demo-only"]) == 1
     assert capsys.readouterr().err.splitlines() == [
