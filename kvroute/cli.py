@@ -26,6 +26,7 @@ _COMMANDS = {
         "model_server.cli",
         "serve a model over an OpenAI-compatible API and publish its KV cache events",
     ),
+    "doctor": ("kvroute.doctor.cli", "check router, engines and gateway, and name the remedy of each fault"),
     "plan": ("planning.cli", "compute memory, concurrency and speed of a model on GPUs"),
     "envoy-config": ("kvroute.envoy_config", "print the configuration of an Envoy that calls routers"),
     "bench": ("", "run a benchmark of a checkout"),

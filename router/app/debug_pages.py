@@ -29,6 +29,7 @@ from router.errors import ClusterError
 from router.h2.server import bound_socket
 from router.observe.decision_log import DecisionLog
 from router.pods.pod_set import Pod, PodSet, PodsSource
+from router.pods.watch import pod_stream
 
 if TYPE_CHECKING:
     from indexer import KvIndexer
@@ -249,10 +250,11 @@ class DebugPages:
         return 200, {
             "pods": [self._pod(pod, views) for pod in self.pods.current.values()],
             "parity": self.index.mismatch_details(),
+            "block_tokens": self.index.block_tokens,
         }
 
     def _pod(self, pod: Pod, views: Mapping[str, StreamState]) -> dict[str, Any]:
-        models = pod.models
+        models, stream = pod.models, pod_stream(pod)
         return {
             "address": pod.address,
             "name": pod.name,
@@ -264,6 +266,13 @@ class DebugPages:
             "declared_ready": pod.entry.ready,
             "labels": dict(pod.entry.labels),
             "view": views[pod.address].value if pod.address in views else None,
+            "events": stream
+            and {
+                "endpoint": stream.events_endpoint,
+                "replay_endpoint": stream.replay_endpoint,
+                "snapshot_url": stream.snapshot_url,
+                "ranks": stream.ranks,
+            },
             "base_model": models.base if models else None,
             "aliases": sorted(models.aliases) if models else [],
             "adapters": sorted(models.adapters) if models else [],
