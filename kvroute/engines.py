@@ -1,13 +1,13 @@
-"""Model servers that already run: their addresses as users write them, and the ports of their KV events."""
+"""Model servers that already run: as users write them, and as the router's /debug/pods lists them."""
 
 from __future__ import annotations
 
 import socket
 from argparse import ArgumentTypeError
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 from urllib.parse import urlsplit
+
+import msgspec
 
 from common.flags import port
 from indexer.config import DEFAULT_EVENTS_PORT
@@ -24,19 +24,33 @@ ENGINE_METAVAR = "HOST:PORT[,events=PORT][,replay=PORT]"
 _PORT_OPTIONS = {"events": EVENTS_PORT_LABEL, "replay": REPLAY_PORT_LABEL}
 
 
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """Addresses of one model server."""
+class Events(msgspec.Struct):
+    """Addresses of an engine's events, as URLs; None: not declared."""
 
-    address: str  # "ip:port" of its API; identifies the pod
-    metrics_url: str
-    events_endpoint: str | None  # "tcp://ip:port"; None: its publisher connects to the router, or is unknown
-    replay_endpoint: str | None  # None: no replays
-    snapshot_url: str | None  # None: no snapshots
+    endpoint: str | None = None
+    replay_endpoint: str | None = None
+    snapshot_url: str | None = None
+
+
+class Engine(msgspec.Struct):
+    """Engine as a pod of /debug/pods, as far as it is read."""
+
+    address: str  # "ip:port" of its API
+    name: str = ""
+    ready: bool = False
+    why_not: str = ""
+    view: str | None = None
+    labels: dict[str, str] = {}
+    events: Events | None = None
 
     @property
-    def url(self) -> str:
-        return f"http://{self.address}"
+    def metrics_url(self) -> str:
+        host, _, port = self.address.rpartition(":")
+        port, path = (
+            self.labels.get(METRICS_PORT_LABEL, port),
+            self.labels.get(METRICS_PATH_LABEL, "/metrics"),
+        )
+        return f"http://{host}:{port}{path}"
 
 
 def engine_argument(text: str) -> PodEntry:
@@ -46,43 +60,26 @@ def engine_argument(text: str) -> PodEntry:
         ArgumentTypeError: The text has another form, or the host has no address.
     """
     base, *options = text.split(",")
+    labels = {EVENTS_PORT_LABEL: str(DEFAULT_EVENTS_PORT)}
     try:
         url = urlsplit(base if "://" in base else f"http://{base}")
         host, serving = url.hostname or "", url.port or 0
-    except ValueError:
-        host, serving = "", 0
-    if not (host and serving) or url.scheme != "http" or url.path.strip("/"):
-        raise ArgumentTypeError(f"must be {ENGINE_METAVAR}, not {text!r}")
-    labels = {EVENTS_PORT_LABEL: str(DEFAULT_EVENTS_PORT)}
-    for option in options:
-        name, _, value = option.partition("=")
-        if name not in _PORT_OPTIONS or not port(value):
-            raise ArgumentTypeError(f"must be {ENGINE_METAVAR}, not {text!r}: {option!r}")
-        labels[_PORT_OPTIONS[name]] = value
-    try:
+        for name, _, value in (option.partition("=") for option in options):
+            labels[_PORT_OPTIONS[name]] = str(port(value) or port(""))
+        if not (host and serving) or url.scheme != "http" or url.path.strip("/"):
+            raise ValueError
         address = str(socket.getaddrinfo(host, serving, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise ArgumentTypeError(f"{host}: {error.strerror}") from None
+    except (ValueError, KeyError, ArgumentTypeError):
+        raise ArgumentTypeError(f"must be {ENGINE_METAVAR}, not {text!r}") from None
     return PodEntry(f"{host}:{serving}", "local", address, serving, labels)
 
 
 def declared_engine(entry: PodEntry) -> Engine:
-    """Return the addresses of an engine that a flag or a pods file declares."""
-    # The ports do not depend on the model, without which an entry has no stream.
+    """Return the engine that a flag declares."""
+    # Ports do not depend on the model, without which an entry has no stream.
     stream = replace(entry, labels={MODEL_LABEL: "unknown", **entry.labels}).stream()
     assert stream is not None
-    metrics_url = _metrics_url(entry.pod, entry.labels)
-    return Engine(entry.pod, metrics_url, stream.events_endpoint, stream.replay_endpoint, stream.snapshot_url)
-
-
-def known_engine(address: str, labels: Mapping[str, str], events: Mapping[str, Any]) -> Engine:
-    """Return the addresses of a pod of the router's /debug/pods, by its fields."""
-    endpoints = (events.get(name) for name in ("endpoint", "replay_endpoint", "snapshot_url"))
-    return Engine(address, _metrics_url(address, labels), *endpoints)
-
-
-def _metrics_url(address: str, labels: Mapping[str, str]) -> str:
-    host, _, serving = address.rpartition(":")
-    return (
-        f"http://{host}:{labels.get(METRICS_PORT_LABEL, serving)}{labels.get(METRICS_PATH_LABEL, '/metrics')}"
-    )
+    events = Events(stream.events_endpoint, stream.replay_endpoint, stream.snapshot_url)
+    return Engine(entry.pod, entry.name, labels=dict(entry.labels), events=events)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import urllib3
 
@@ -31,6 +31,7 @@ from kvroute.envoy_config import DoorOptions, EnvoySettings, bootstrap
 from model_server.config import TINY_MODEL
 
 HOST = "127.0.0.1"
+Host = Literal["127.0.0.1", "0.0.0.0"]
 REPLICAS_MAX = 100
 _ENGINES = "in front of running engines"
 # Offsets from the base port, in the order of `_Pod`; pod i (from 1) adds i.
@@ -52,6 +53,9 @@ class StackOptions(DoorOptions):
     """Options of the user. `port` is the gateway's; other ports are derived from `base_port`."""
 
     replicas: int = flag("stack", "--replicas", int, 2, "number of model servers")
+    host: Host = flag(
+        "stack", "--host", Host, HOST, "address of the gateway; 0.0.0.0: for other machines, too"
+    )
     port: int = flag("stack", "--port", int, 8080, "port of the gateway: the OpenAI API behind Envoy")
     base_port: int = flag("stack", "--base-port", int, 18000, "first of the other ports")
     model: str = flag(
@@ -154,7 +158,7 @@ def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
     if options.pods_file:
         entries = list(parse_pods(options.pods_file.read_text("utf-8"), str(options.pods_file)))
     settings = EnvoySettings(
-        gateway=(HOST, options.port),
+        gateway=(options.host, options.port),
         routers=[(HOST, grpc)],
         pods=[(entry.address, entry.port) for entry in entries],
         round_robin=(HOST, round_robin),

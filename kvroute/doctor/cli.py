@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
@@ -20,10 +19,10 @@ from kvroute.doctor.findings import Finding, Report, exit_status, print_findings
 from kvroute.doctor.gateway import GatewayCheck
 from kvroute.doctor.http import Http
 from kvroute.doctor.router import Pods, check_router
-from kvroute.engines import ENGINE_METAVAR, declared_engine, engine_argument, known_engine
+from kvroute.engines import ENGINE_METAVAR, declared_engine, engine_argument
+from router.config.flags import positive_number
 
 STREAM_S = 20.0  # above Envoy's default route timeout of 15 s
-_STREAM_MAX_S = 3600.0
 
 
 def doctor_parser() -> argparse.ArgumentParser:
@@ -49,7 +48,7 @@ def doctor_parser() -> argparse.ArgumentParser:
     how = parser.add_argument_group("how").add_argument
     how("--model", metavar="NAME", help="model of the requests (default: an engine's first one)")
     text = f"longest stream through the gateway (default: {STREAM_S:g})"
-    how("--stream-s", type=_seconds, default=STREAM_S, metavar="SECONDS", help=text)
+    how("--stream-s", type=positive_number, default=STREAM_S, metavar="SECONDS", help=text)
     how("--ca", type=Path, metavar="FILE", help="PEM of the authorities for https")
     how("--token-file", type=Path, metavar="FILE", help="bearer token of the router's metrics port")
     how("--json", action="store_true", help="print one JSON object")
@@ -85,11 +84,9 @@ def run_checks(flags: argparse.Namespace) -> list[Finding]:
     http, router_http = Http(flags.ca), Http(flags.ca, token)
     router = Pods()
     if flags.router_url:
-        ca = flags.ca.read_bytes() if flags.ca and flags.router_url.startswith("https") else None
         report = Report(flags.router_url, findings)
-        router = check_router(flags.router_url, flags.router_grpc, ca, router_http, report)
-    engines = [declared_engine(entry) for entry in flags.engine or ()]
-    engines = engines or [known_engine(pod.address, pod.labels, pod.events or {}) for pod in router.pods]
+        router = check_router(flags.router_url, flags.router_grpc, router_http, report)
+    engines = [declared_engine(entry) for entry in flags.engine or ()] or router.pods
     found = [
         check_engine(one, http, Report(one.address, findings), flags.model, router.block_tokens)
         for one in engines
@@ -116,13 +113,3 @@ def _url(text: str) -> str:
     except ValueError:
         pass
     raise ArgumentTypeError(f"must be http://HOST:PORT or https://HOST:PORT, not {text!r}")
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0.0 < value <= _STREAM_MAX_S:
-        raise ArgumentTypeError(f"must be above 0 and up to {_STREAM_MAX_S:g}, not {text!r}")
-    return value

@@ -10,9 +10,9 @@ import msgspec
 
 from kvroute.doctor.engine_page import EnginePage, read_engine_page
 from kvroute.doctor.findings import Report
-from kvroute.doctor.http import Http, UnreachableError
+from kvroute.doctor.http import Answer, Http, UnreachableError
 from kvroute.doctor.streams import events_problem, port_problem, replay_answers
-from kvroute.engines import Engine
+from kvroute.engines import Engine, Events
 
 _EVENTS_S, _REPLAY_S, _PAGE_S = 5.0, 3.0, 5.0
 BLOCK_TOKENS = 16  # of the router's index by default
@@ -32,24 +32,10 @@ class _Cards(msgspec.Struct):
     data: list[Card] = []
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
-
-
-class Completion(msgspec.Struct):
-    """Response of a completion or chat, as far as it is read."""
-
-    usage: _Usage = msgspec.field(default_factory=_Usage)
-
-    @property
-    def cached_tokens(self) -> int | None:
-        details = self.usage.prompt_tokens_details
-        return None if details is None else details.cached_tokens
+def cached_tokens(answer: Answer) -> int | None:
+    """Return the cached prompt tokens of a response's usage; None if it does not tell."""
+    value = answer.get("usage", "prompt_tokens_details", "cached_tokens")
+    return value if isinstance(value, int) else None
 
 
 def check_engine(
@@ -74,7 +60,7 @@ def check_engine(
             return None
         page = _page(engine, http, report)
         _judge_page(page, report, router_block_tokens)
-        _check_ports(engine, report)
+        _check_ports(engine.events or Events(), report)
         if page.is_asleep:
             return None
         _check_requests(engine, http, report, card, page)
@@ -85,13 +71,13 @@ def check_engine(
 
 
 def _served(engine: Engine, http: Http, report: Report, model: str | None) -> Card | None:
-    health = http.ask(f"{engine.url}/health", read_s=_PAGE_S)
+    health = http.ask(f"http://{engine.address}/health", read_s=_PAGE_S)
     if health.status not in (200, 404):
         report.add("engine", "unhealthy", why=health.text)
         return None
     report.add("engine", "answers")
     health.judge_clock(report)
-    answer = http.ask(f"{engine.url}/v1/models", read_s=_PAGE_S)
+    answer = http.ask(f"http://{engine.address}/v1/models", read_s=_PAGE_S)
     cards = {card.id: card for card in answer.read(_Cards).data}
     if not cards:
         report.add("model", "key" if answer.status in (401, 403) else "none", why=answer.text)
@@ -128,19 +114,12 @@ def _judge_page(page: EnginePage, report: Report, router: int) -> None:
     report.add("block_size", case, size=size, router=router)
 
 
-def _check_ports(engine: Engine, report: Report) -> None:
-    if (replay := engine.replay_endpoint) is None:
-        report.add("replay", "undeclared")
-    else:
-        why = port_problem(replay)
-        if not why and not replay_answers(replay, _REPLAY_S):
+def _check_ports(events: Events, report: Report) -> None:
+    for check, url in (("replay", events.replay_endpoint), ("snapshot", events.snapshot_url)):
+        why = port_problem(url) if url else ""
+        if url and not why and check == "replay" and not replay_answers(url, _REPLAY_S):
             why = f"no answer within {_REPLAY_S:g} s"
-        report.add("replay", "missing" if why else "answers", endpoint=replay, why=why)
-    if (snapshot := engine.snapshot_url) is None:
-        report.add("snapshot", "undeclared")
-    else:
-        why = port_problem(snapshot)
-        report.add("snapshot", "missing" if why else "open", url=snapshot, why=why)
+        report.add(check, "undeclared" if not url else "missing" if why else "open", url=url, why=why)
 
 
 def _check_requests(engine: Engine, http: Http, report: Report, card: Card, page: EnginePage) -> None:
@@ -152,13 +131,13 @@ def _check_requests(engine: Engine, http: Http, report: Report, card: Card, page
         return
     prompt = random.choices(_TOKEN_IDS, k=whole_blocks + 1)
     body = {"model": card.id, "prompt": prompt, "max_tokens": 1}
-    request = partial(http.ask, f"{engine.url}/v1/completions", body)
-    _check_events(engine, request, report)
+    request = partial(http.ask, f"http://{engine.address}/v1/completions", body)
+    _check_events((engine.events or Events()).endpoint, request, report)
     answer = request()
     if answer.status != 200:
         report.add("engine", "request", why=answer.text)
         return
-    cached = answer.read(Completion).cached_tokens
+    cached = cached_tokens(answer)
     if cached is None:
         report.add("caching", "untold")
     elif cached or page.is_caching is not False:
@@ -171,8 +150,7 @@ def _check_requests(engine: Engine, http: Http, report: Report, card: Card, page
         report.add("drafter", "may_cost")
 
 
-def _check_events(engine: Engine, request: Callable[[], object], report: Report) -> None:
-    endpoint = engine.events_endpoint
+def _check_events(endpoint: str | None, request: Callable[[], object], report: Report) -> None:
     if endpoint is None or (why := port_problem(endpoint)):
         request()
     else:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from kvroute.doctor.engine import Card, Completion
+from kvroute.doctor.engine import Card, cached_tokens
 from kvroute.doctor.findings import Report
 from kvroute.doctor.http import Answer, Http, UnreachableError
 from kvroute.envoy_config import POD_HEADER
@@ -118,8 +118,8 @@ class GatewayCheck:
         """Compare the router's tokens with the engine's: their count, then the blocks that it stored."""
         text, add = _text(), partial(self.report.add, "tokens", model=self.card.id)
         answer = self._ask(text)
-        decision, count = self._decision(answer), answer.read(Completion).usage.prompt_tokens
-        if decision is None or count is None:
+        decision, count = self._decision(answer), answer.get("usage", "prompt_tokens")
+        if decision is None or not isinstance(count, int):
             return
         if degraded := decision.degraded:
             add(degraded if degraded in _DEGRADED else "degraded", why=degraded)
@@ -132,7 +132,7 @@ class GatewayCheck:
         while confirmed <= count // 2 and time.monotonic() < ends_s:
             time.sleep(_POLL_S)
             answer = self._ask(text)
-            delivered = answer.read(Completion).cached_tokens
+            delivered = cached_tokens(answer)
             confirmed = decision.confirmed_tokens if (decision := self._decision(answer)) else 0
         case = "equal" if confirmed > count // 2 else "not_cached" if delivered == 0 else "other"
         add(case, count=count, confirmed=confirmed)

@@ -45,6 +45,13 @@ class Answer:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return form()
 
+    def get(self, *path: str) -> Any:
+        """Return a field of a JSON body by its path; None if it has none."""
+        value: Any = self.read(dict[str, Any])
+        for name in path:
+            value = value.get(name) if isinstance(value, dict) else None
+        return value
+
     @property
     def text(self) -> str:
         return f"{self.status}: {self.body[:300].decode(errors='replace').strip()}"

@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvroute.doctor.engine import BLOCK_TOKENS
 from kvroute.doctor.findings import Report
 from kvroute.doctor.http import Http, UnreachableError
+from kvroute.engines import Engine
 
 _ANSWER_S = 2.0
 # Check and case of the findings of /ready.
@@ -26,32 +27,16 @@ _READY = {
 }
 
 
-class Pod(msgspec.Struct):
-    """Pod of /debug/pods, as far as it is read."""
-
-    address: str
-    name: str = ""
-    ready: bool = False
-    why_not: str = ""
-    view: str | None = None
-    labels: dict[str, str] = {}
-    events: dict[str, Any] | None = None
-
-
 class Pods(msgspec.Struct):
     """The page /debug/pods."""
 
-    pods: list[Pod] = []
+    pods: list[Engine] = []
     block_tokens: int = BLOCK_TOKENS
 
 
-def check_router(url: str, grpc_address: str | None, ca: bytes | None, http: Http, report: Report) -> Pods:
-    """Check a router by its metrics port; return its pods, none if they cannot be read.
-
-    Args:
-        ca: PEM of the authorities of the gRPC port; None: plaintext.
-    """
-    _check_grpc(grpc_address, ca, report)
+def check_router(url: str, grpc_address: str | None, http: Http, report: Report) -> Pods:
+    """Check a router by its metrics port; return its pods, none if they cannot be read."""
+    _check_grpc(grpc_address, report)
     try:
         answer = http.ask(f"{url}/ready", read_s=_ANSWER_S)
         ready = answer.read(dict[str, Any])
@@ -78,13 +63,12 @@ def check_router(url: str, grpc_address: str | None, ca: bytes | None, http: Htt
     return found
 
 
-def _check_grpc(address: str | None, ca: bytes | None, report: Report) -> None:
+def _check_grpc(address: str | None, report: Report) -> None:
     """Ask the gRPC health service, by which Envoy trusts a router."""
     if address is None:
         report.add("grpc", "not_asked")
         return
-    secure = grpc.ssl_channel_credentials(ca) if ca is not None else None
-    with grpc.secure_channel(address, secure) if secure else grpc.insecure_channel(address) as channel:
+    with grpc.insecure_channel(address) as channel:
         try:
             request = health_pb2.HealthCheckRequest()
             answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=_ANSWER_S)

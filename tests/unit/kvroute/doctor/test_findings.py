@@ -13,7 +13,7 @@ from kvroute.cli import main
 from kvroute.doctor import findings
 from kvroute.doctor.engine_page import EnginePage, read_engine_page
 from kvroute.doctor.findings import Report, exit_status, print_findings
-from kvroute.engines import declared_engine, engine_argument
+from kvroute.engines import Events, declared_engine, engine_argument
 
 FOLDER = Path(findings.__file__).parent
 CASES = yaml.safe_load((FOLDER / "findings.yaml").read_text())
@@ -61,9 +61,8 @@ def test_an_engine_is_an_address_and_its_ports() -> None:
     """The value of --engine names a server with or without http://, and its ports of events and replays."""
     engine = declared_engine(engine_argument("http://localhost:8000,events=6000,replay=6001"))
     assert engine.address == "127.0.0.1:8000"
-    assert engine.events_endpoint == "tcp://127.0.0.1:6000"
-    assert engine.replay_endpoint == "tcp://127.0.0.1:6001"
-    assert declared_engine(engine_argument("127.0.0.1:8000")).events_endpoint == "tcp://127.0.0.1:5557"
+    assert engine.events == Events("tcp://127.0.0.1:6000", "tcp://127.0.0.1:6001")
+    assert declared_engine(engine_argument("127.0.0.1:8000")).events == Events("tcp://127.0.0.1:5557")
 
 
 @pytest.mark.parametrize(
