@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from kvroute.doctor.findings import Report
@@ -28,14 +29,19 @@ def check_cluster(namespace: str, report: Report) -> None:
     api: Any = _client
     config: Any = _config
     try:
-        config.load_config()
+        if "KUBERNETES_SERVICE_HOST" in os.environ:
+            config.load_incluster_config()
+        else:
+            config.load_kube_config(os.environ.get("KUBECONFIG"))
         _check_rights(api, namespace, report)
         _check_pools(api, namespace, report)
         events = api.CoreV1Api().list_namespaced_event(
             namespace, field_selector=f"source={_COMPONENT}", **_LIMITS
         )
     except api.ApiException as error:
-        report.add("cluster", "denied", why=f"{error.status} {error.reason}")
+        report.add(
+            "cluster", "no_crd" if error.status == 404 else "denied", why=f"{error.status} {error.reason}"
+        )
         return
     except (config.ConfigException, HTTPError, OSError) as error:
         report.add("cluster", "refused", why=error)
