@@ -19,6 +19,8 @@ BLOCK_TOKENS = 16  # of the router's index by default
 _BLOCK_TOKENS_MAX = 256
 _PROMPT_BLOCKS = 3
 _TOKEN_IDS = range(100, 250)  # ordinary tokens in all vocabularies
+# Not the shared generator, which a seed may make repeat a prompt that is cached already.
+_random = random.SystemRandom()
 
 
 class Card(msgspec.Struct):
@@ -129,7 +131,7 @@ def _check_requests(engine: Engine, http: Http, report: Report, card: Card, page
     if most is not None and whole_blocks + 1 >= most:
         report.add("block_size", "beyond_model", most=most, blocks=_PROMPT_BLOCKS, size=size)
         return
-    prompt = random.choices(_TOKEN_IDS, k=whole_blocks + 1)
+    prompt = _random.choices(_TOKEN_IDS, k=whole_blocks + 1)
     body = {"model": card.id, "prompt": prompt, "max_tokens": 1}
     request = partial(http.ask, f"http://{engine.address}/v1/completions", body)
     _check_events((engine.events or Events()).endpoint, request, report)

@@ -19,11 +19,10 @@ from kvroute.envoy_config import POD_HEADER
 _BODIES_MIB = (1, 2)
 _REQUESTS = 6
 _WORDS = 120  # more tokens than that: several blocks
-_CHAT = "/v1/chat/completions"
+_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _CONFIRMED_S, _POLL_S = 5.0, 0.2
 _STREAM_TOKENS, _STREAM_PROMPT_TOKENS = 4096, 64
 _STREAM_END = b"[DONE]"
-
 _DEGRADED = ("passthrough", "no_tokenizer", "tokenizer_unavailable")
 
 
@@ -49,7 +48,7 @@ class _Decisions(msgspec.Struct):
     decisions: list[_Decision] = []
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GatewayCheck:
     """Checks of one gateway."""
 
@@ -61,11 +60,16 @@ class GatewayCheck:
     card: Card  # model of the requests
     pods: int  # pods that serve the model
     stream_s: float  # a stream that is still open after this time is long enough
+    path: str = _CHAT
 
     def run(self) -> None:
         """Run all checks."""
         try:
             answer = self._ask(_text())
+            if answer.status in (400, 404):
+                # A model without a chat template.
+                self.path = _COMPLETIONS
+                answer = self._ask(_text())
             if answer.status != 200:
                 case = "no_router" if answer.status >= 500 else "rejects"
                 self.report.add("gateway", case, why=answer.text)
@@ -83,9 +87,11 @@ class GatewayCheck:
             self.report.add("gateway", "hung" if error.is_hung else "refused", why=error)
 
     def _ask(self, text: str, **more: Any) -> Answer:
-        messages = [{"role": "user", "content": text}]
-        body = {"model": self.card.id, "messages": messages, "max_tokens": 1, **more}
-        return self.http.ask(f"{self.url}{_CHAT}", body)
+        prompt: dict[str, Any] = {"prompt": text}
+        if self.path == _CHAT:
+            prompt = {"messages": [{"role": "user", "content": text}]}
+        body = {"model": self.card.id, "max_tokens": 1, **prompt, **more}
+        return self.http.ask(f"{self.url}{self.path}", body)
 
     def _decision(self, answer: Answer) -> _Decision | None:
         """Return the router's record of a response's request; None if it has none."""
@@ -151,7 +157,7 @@ class GatewayCheck:
         body = {"model": self.card.id, "prompt": "Hello", "max_tokens": tokens, "ignore_eos": True}
         began_s, tail, why = time.monotonic(), b"", "it ended without its last event"
         try:
-            with self.http.open(f"{self.url}/v1/completions", {**body, "stream": True}) as response:
+            with self.http.open(f"{self.url}{_COMPLETIONS}", {**body, "stream": True}) as response:
                 if response.status != 200:
                     self.report.add("stream", "rejected", status=response.status)
                     return

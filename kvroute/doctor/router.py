@@ -84,10 +84,12 @@ def _show_ready(ready: dict[str, Any], report: Report) -> None:
     for name, (check, case) in _READY.items():
         found = ready.get(name)
         for each in [found] if isinstance(found, str) else found or ():
-            report.add(check, case, what=f"{each}: {found[each]}" if isinstance(found, dict) else each)
+            what = f"{each}: {found[each]}" if isinstance(found, dict) else each
+            report.add(check, case, what=what, model="MODEL")
     for text in ready.get("engines", ()):
-        what, _, remedy = text.rpartition(": ")
-        report.add("engine", "fault", what=what, remedy=remedy)
+        # "pod (address): fault: remedy", whose remedy may contain further colons.
+        *what, remedy = text.split(": ", 2)
+        report.add("engine", "fault", what=": ".join(what), remedy=remedy)
     for model, state in ready.get("rendered_by_pods", {}).items():
         if state.get("error"):
             report.add("tokens", "not_rendered", model=model, why=state["error"])

@@ -150,9 +150,13 @@ def test_wrong_tokenizer(
         running_gateway(tmp_path / "envoy", router) as gateway,
     ):
         status, findings = doctor(*router.flags, *gateway)
+        _, again = doctor(*router.flags)
     assert status == 1
     assert sign in found(findings, "tokens")["what"]
     assert "--tokenizer kvroute-tiny=DIRECTORY" in found(findings, "tokens")["remedy"]
+    # By now the router has found it, too.
+    assert "token mismatch: pod=" in found(again, "tokens")["what"]
+    assert "--tokenizer" in found(again, "tokens")["remedy"]
 
 
 def test_hung_router(doctor: Doctor, router: RunningRouter) -> None:
