@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from common.flags import port
-from indexer.config import DEFAULT_EVENTS_PORT
+from indexer.config import DEFAULT_EVENTS_PORT, PodStream
 from indexer.pod_entry import (
     EVENTS_PORT_LABEL,
     METRICS_PATH_LABEL,
@@ -24,14 +24,6 @@ ENGINE_METAVAR = "HOST:PORT[,events=PORT][,replay=PORT]"
 _PORT_OPTIONS = {"events": EVENTS_PORT_LABEL, "replay": REPLAY_PORT_LABEL}
 
 
-class Events(msgspec.Struct):
-    """Addresses of an engine's events, as URLs; None: not declared."""
-
-    endpoint: str | None = None
-    replay_endpoint: str | None = None
-    snapshot_url: str | None = None
-
-
 class Engine(msgspec.Struct):
     """Engine as a pod of /debug/pods, as far as it is read."""
 
@@ -41,7 +33,7 @@ class Engine(msgspec.Struct):
     why_not: str = ""
     view: str | None = None
     labels: dict[str, str] = {}
-    events: Events | None = None
+    stream: PodStream | None = None
 
     @property
     def metrics_url(self) -> str:
@@ -80,6 +72,4 @@ def declared_engine(entry: PodEntry) -> Engine:
     """Return the engine that a flag declares."""
     # Ports do not depend on the model, without which an entry has no stream.
     stream = replace(entry, labels={MODEL_LABEL: "unknown", **entry.labels}).stream()
-    assert stream is not None
-    events = Events(stream.events_endpoint, stream.replay_endpoint, stream.snapshot_url)
-    return Engine(entry.pod, entry.name, labels=dict(entry.labels), events=events)
+    return Engine(entry.pod, entry.name, labels=dict(entry.labels), stream=stream)

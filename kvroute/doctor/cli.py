@@ -13,7 +13,7 @@ import msgspec
 
 from common.flags import CommandParser
 from kvroute.doctor.cluster import check_cluster
-from kvroute.doctor.engine import check_engine
+from kvroute.doctor.engine import Card, check_engine
 from kvroute.doctor.envoy_admin import check_envoy
 from kvroute.doctor.findings import Finding, Report, exit_status, print_findings
 from kvroute.doctor.gateway import GatewayCheck
@@ -35,13 +35,8 @@ def doctor_parser() -> argparse.ArgumentParser:
     what = parser.add_argument_group("what to check").add_argument
     what("--router-url", type=_url, metavar="URL", help="the router's metrics port, and its pods")
     what("--router-grpc", metavar="HOST:PORT", help="its gRPC port")
-    what(
-        "--engine",
-        type=engine_argument,
-        action="append",
-        metavar=ENGINE_METAVAR,
-        help="a model server, instead of the router's pods; may be repeated (events: 5557; replay: none)",
-    )
+    text = "a model server, instead of the router's pods; may be repeated (default: events=5557, no replay)"
+    what("--engine", type=engine_argument, action="append", metavar=ENGINE_METAVAR, help=text)
     what("--gateway-url", type=_url, metavar="URL", help="the gateway, by a few real requests")
     what("--envoy-admin", type=_url, metavar="URL", help="Envoy's administration port")
     what("--namespace", metavar="NAME", help="namespace in Kubernetes: rights, pools, pods, Events")
@@ -92,6 +87,8 @@ def run_checks(flags: argparse.Namespace) -> list[Finding]:
         for one in engines
     ]
     cards = [card for card in found if card is not None]
+    if flags.model and not engines:
+        cards.append(Card(flags.model))
     if flags.envoy_admin:
         check_envoy(flags.envoy_admin, http, Report(flags.envoy_admin, findings))
     if flags.gateway_url and cards:

@@ -22,12 +22,11 @@ _LIMITS = {"limit": 500, "_request_timeout": 10}
 def check_cluster(namespace: str, report: Report) -> None:
     """Check a namespace with the credentials of the pod, else of the kubeconfig."""
     # Takes a second to import, and has no types.
-    from kubernetes import client as _client
-    from kubernetes import config as _config
+    import kubernetes
     from urllib3.exceptions import HTTPError
 
-    api: Any = _client
-    config: Any = _config
+    api: Any = kubernetes.client
+    config: Any = kubernetes.config
     try:
         if "KUBERNETES_SERVICE_HOST" in os.environ:
             config.load_incluster_config()
@@ -39,9 +38,8 @@ def check_cluster(namespace: str, report: Report) -> None:
             namespace, field_selector=f"source={_COMPONENT}", **_LIMITS
         )
     except api.ApiException as error:
-        report.add(
-            "cluster", "no_crd" if error.status == 404 else "denied", why=f"{error.status} {error.reason}"
-        )
+        case = "no_crd" if error.status == 404 else "denied"
+        report.add("cluster", case, why=f"{error.status} {error.reason}")
         return
     except (config.ConfigException, HTTPError, OSError) as error:
         report.add("cluster", "refused", why=error)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
+from prometheus_client.parser import text_string_to_metric_families
 
-from kvroute.doctor.engine_page import EnginePage, read_engine_page
 from kvroute.doctor.findings import Report
 from kvroute.doctor.http import Answer, Http, UnreachableError
 from kvroute.doctor.streams import events_problem, port_problem, replay_answers
-from kvroute.engines import Engine, Events
+from kvroute.engines import Engine
 
 _EVENTS_S, _REPLAY_S, _PAGE_S = 5.0, 3.0, 5.0
 BLOCK_TOKENS = 16  # of the router's index by default
@@ -21,6 +22,8 @@ _PROMPT_BLOCKS = 3
 _TOKEN_IDS = range(100, 250)  # ordinary tokens in all vocabularies
 # Not the shared generator, which a seed may make repeat a prompt that is cached already.
 _random = random.SystemRandom()
+_CONFIGS = ("vllm:cache_config_info", "sglang:cache_config_info")
+_SLEEP, _DRAFTS = "vllm:engine_sleep_state", "vllm:spec_decode_num_drafts"
 
 
 class Card(msgspec.Struct):
@@ -34,6 +37,17 @@ class _Cards(msgspec.Struct):
     data: list[Card] = []
 
 
+@dataclass(frozen=True, slots=True)
+class EnginePage:
+    """Facts of a metrics page; None where it does not tell."""
+
+    is_known: bool = False  # whether it is the page of a known engine
+    block_tokens: int | None = None
+    is_caching: bool | None = None
+    has_drafter: bool = False
+    is_asleep: bool = False
+
+
 def cached_tokens(answer: Answer) -> int | None:
     """Return the cached prompt tokens of a response's usage; None if it does not tell."""
     value = answer.get("usage", "prompt_tokens_details", "cached_tokens")
@@ -41,11 +55,7 @@ def cached_tokens(answer: Answer) -> int | None:
 
 
 def check_engine(
-    engine: Engine,
-    http: Http,
-    report: Report,
-    model: str | None = None,
-    router_block_tokens: int = BLOCK_TOKENS,
+    engine: Engine, http: Http, report: Report, model: str | None, router_block_tokens: int
 ) -> Card | None:
     """Run all checks of an engine.
 
@@ -62,7 +72,7 @@ def check_engine(
             return None
         page = _page(engine, http, report)
         _judge_page(page, report, router_block_tokens)
-        _check_ports(engine.events or Events(), report)
+        _check_ports(engine, report)
         if page.is_asleep:
             return None
         _check_requests(engine, http, report, card, page)
@@ -93,7 +103,7 @@ def _served(engine: Engine, http: Http, report: Report, model: str | None) -> Ca
 def _page(engine: Engine, http: Http, report: Report) -> EnginePage:
     answer = http.ask(engine.metrics_url, read_s=_PAGE_S)
     try:
-        page = read_engine_page(answer.body.decode()) if answer.status == 200 else EnginePage()
+        page = read_page(answer.body.decode()) if answer.status == 200 else EnginePage()
     except ValueError:
         page = EnginePage()
     if not page.is_known:
@@ -116,8 +126,11 @@ def _judge_page(page: EnginePage, report: Report, router: int) -> None:
     report.add("block_size", case, size=size, router=router)
 
 
-def _check_ports(events: Events, report: Report) -> None:
-    for check, url in (("replay", events.replay_endpoint), ("snapshot", events.snapshot_url)):
+def _check_ports(engine: Engine, report: Report) -> None:
+    replay, snapshot = (
+        (engine.stream.replay_endpoint, engine.stream.snapshot_url) if engine.stream else (None, None)
+    )
+    for check, url in (("replay", replay), ("snapshot", snapshot)):
         why = port_problem(url) if url else ""
         if url and not why and check == "replay" and not replay_answers(url, _REPLAY_S):
             why = f"no answer within {_REPLAY_S:g} s"
@@ -134,7 +147,7 @@ def _check_requests(engine: Engine, http: Http, report: Report, card: Card, page
     prompt = _random.choices(_TOKEN_IDS, k=whole_blocks + 1)
     body = {"model": card.id, "prompt": prompt, "max_tokens": 1}
     request = partial(http.ask, f"http://{engine.address}/v1/completions", body)
-    _check_events((engine.events or Events()).endpoint, request, report)
+    _check_events(engine.stream.events_endpoint if engine.stream else None, request, report)
     answer = request()
     if answer.status != 200:
         report.add("engine", "request", why=answer.text)
@@ -162,3 +175,20 @@ def _check_events(endpoint: str | None, request: Callable[[], object], report: R
     else:
         port = endpoint.rpartition(":")[2]
         report.add("events", "missing" if why else "arrive", endpoint=endpoint, why=why, port=port)
+
+
+def read_page(text: str) -> EnginePage:
+    """Parse a metrics page in Prometheus text format; raises a ValueError if it is invalid."""
+    families = {family.name: family.samples for family in text_string_to_metric_families(text)}
+    configs = [sample.labels for name in _CONFIGS for sample in families.get(name, ())]
+    sizes = [labels.get("block_size") or labels.get("page_size") or "" for labels in configs]
+    caching = [labels["enable_prefix_caching"] for labels in configs if "enable_prefix_caching" in labels]
+    sleeps = [one for one in families.get(_SLEEP, ()) if one.labels.get("sleep_state") == "awake"]
+    return EnginePage(
+        is_known=any(name.startswith(("vllm:", "sglang:", "trtllm_", "nv_trt_llm_")) for name in families),
+        block_tokens=next((int(size) for size in sizes if size.isdecimal() and int(size)), None),
+        is_caching="False" not in caching if caching else None,
+        # Without a TYPE line the parser leaves "_total" at the name.
+        has_drafter=any(name.startswith(_DRAFTS) and samples for name, samples in families.items()),
+        is_asleep=bool(sleeps) and not any(one.value for one in sleeps),
+    )

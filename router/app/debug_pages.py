@@ -266,13 +266,7 @@ class DebugPages:
             "declared_ready": pod.entry.ready,
             "labels": dict(pod.entry.labels),
             "view": views[pod.address].value if pod.address in views else None,
-            "events": stream
-            and {
-                "endpoint": stream.events_endpoint,
-                "replay_endpoint": stream.replay_endpoint,
-                "snapshot_url": stream.snapshot_url,
-                "ranks": stream.ranks,
-            },
+            "stream": asdict(stream) if stream else None,
             "base_model": models.base if models else None,
             "aliases": sorted(models.aliases) if models else [],
             "adapters": sorted(models.adapters) if models else [],

@@ -11,9 +11,9 @@ import yaml
 
 from kvroute.cli import main
 from kvroute.doctor import findings
-from kvroute.doctor.engine_page import EnginePage, read_engine_page
+from kvroute.doctor.engine import EnginePage, read_page
 from kvroute.doctor.findings import Report, exit_status, print_findings
-from kvroute.engines import Events, declared_engine, engine_argument
+from kvroute.engines import declared_engine, engine_argument
 
 FOLDER = Path(findings.__file__).parent
 CASES = yaml.safe_load((FOLDER / "findings.yaml").read_text())
@@ -51,18 +51,22 @@ def test_a_metrics_page_tells_block_size_caching_drafter_and_sleep() -> None:
         "# TYPE vllm:spec_decode_num_drafts counter\nvllm:spec_decode_num_drafts_total 0.0\n"
         'vllm:engine_sleep_state{sleep_state="awake"} 0.0\n'
     )
-    assert read_engine_page(vllm) == EnginePage(True, 128, False, True, True)
+    assert read_page(vllm) == EnginePage(True, 128, False, True, True)
     sglang = 'sglang:cache_config_info{page_size="64"} 1.0\n'
-    assert read_engine_page(sglang) == EnginePage(True, 64, None, False, False)
-    assert read_engine_page("up 1\n") == EnginePage()
+    assert read_page(sglang) == EnginePage(True, 64, None, False, False)
+    assert read_page("up 1\n") == EnginePage()
 
 
 def test_an_engine_is_an_address_and_its_ports() -> None:
     """The value of --engine names a server with or without http://, and its ports of events and replays."""
     engine = declared_engine(engine_argument("http://localhost:8000,events=6000,replay=6001"))
     assert engine.address == "127.0.0.1:8000"
-    assert engine.events == Events("tcp://127.0.0.1:6000", "tcp://127.0.0.1:6001")
-    assert declared_engine(engine_argument("127.0.0.1:8000")).events == Events("tcp://127.0.0.1:5557")
+    assert engine.stream is not None
+    assert engine.stream.events_endpoint == "tcp://127.0.0.1:6000"
+    assert engine.stream.replay_endpoint == "tcp://127.0.0.1:6001"
+    plain = declared_engine(engine_argument("127.0.0.1:8000")).stream
+    assert plain is not None
+    assert (plain.events_endpoint, plain.replay_endpoint) == ("tcp://127.0.0.1:5557", None)
 
 
 @pytest.mark.parametrize(
