@@ -43,6 +43,11 @@ class Report:
     def add(self, check: str, case: str, **values: object) -> None:
         """Add a finding of findings.yaml, whose fields are `values`."""
         texts = {name: text.format(**values) for name, text in _cases()[check][case].items()}
+        # Other servers' texts must not control the terminal.
+        texts = {
+            name: "".join(char if char.isprintable() else " " for char in text)
+            for name, text in texts.items()
+        }
         remedy = texts.pop("remedy", "")
         ((status, what),) = texts.items()
         self.findings.append(Finding(check, self.subject, status, what, remedy))

@@ -168,14 +168,6 @@ def test_running_engines_get_a_router_and_an_envoy(tmp_path: Path) -> None:
     assert '"model": "kvroute-tiny"' in seen
 
 
-def test_a_pods_file_and_engines_exclude_each_other(tmp_path: Path) -> None:
-    """Two sources of engines end the command with status 1 and one line."""
-    flags = ["--engine", "127.0.0.1:8000", "--pods-file", str(tmp_path / "pods.yaml")]
-    done = subprocess.run(command(*flags, ports=stack_ports()), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1
-    assert "--engine and --pods-file exclude each other" in done.stderr
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc")
 def test_a_killed_router_is_restarted_a_limited_number_of_times(tmp_path: Path) -> None:
     """A killed router is restarted; one killed too often ends the stack, which keeps its logs."""
