@@ -53,9 +53,6 @@ class StackOptions(DoorOptions):
     """Options of the user. `port` is the gateway's; other ports are derived from `base_port`."""
 
     replicas: int = flag("stack", "--replicas", int, 2, "number of model servers")
-    host: Host = flag(
-        "stack", "--host", Host, HOST, "address of the gateway; 0.0.0.0: for other machines, too"
-    )
     port: int = flag("stack", "--port", int, 8080, "port of the gateway: the OpenAI API behind Envoy")
     base_port: int = flag("stack", "--base-port", int, 18000, "first of the other ports")
     model: str = flag(
@@ -63,6 +60,9 @@ class StackOptions(DoorOptions):
     )
     gpu_blocks: int = flag("stack", "--num-gpu-blocks", int, 1024, "KV blocks of a model server's pool")
     cpu_blocks: int = flag("stack", "--cpu-blocks", int, 0, "KV blocks of its host tier; 0: no host tier")
+    host: Host = flag(
+        "stack", "--host", Host, HOST, "address of the gateway; 0.0.0.0: for other machines, too"
+    )
     engines: Sequence[PodEntry] = flag(
         _ENGINES,
         "--engine",
@@ -157,6 +157,7 @@ def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
     entries = list(options.engines) or [_entry(pod, model_name) for pod in pods]
     if options.pods_file:
         entries = list(parse_pods(options.pods_file.read_text("utf-8"), str(options.pods_file)))
+    endpoints = [{name: getattr(entry, name) for name in _ENTRY_FIELDS} for entry in entries]
     settings = EnvoySettings(
         gateway=(options.host, options.port),
         routers=[(HOST, grpc)],
@@ -169,7 +170,6 @@ def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
     children = [_model_server(options, pod, model_name) for pod in pods]
     children.append(_router(options, directory, model_name, (grpc, health, metrics)))
     children.append(_envoy(directory, (options.port, round_robin)))
-    endpoints = [{name: getattr(entry, name) for name in _ENTRY_FIELDS} for entry in entries]
     return StackPlan(
         children=children,
         files={
