@@ -30,6 +30,7 @@ _COMMANDS = {
     "top": ("kvroute.top", "show a router's pods and decisions, live"),
     "explain": ("kvroute.explain", "show which pod a request got, or would get now, and why"),
     "migrate": ("kvroute.migrate", "explain a picker configuration of llm-d, and write it in new words"),
+    "doctor": ("kvroute.doctor.cli", "check router, engines and gateway, and name the remedy of each fault"),
     "plan": ("planning.cli", "compute memory, concurrency and speed of a model on GPUs"),
     "envoy-config": ("kvroute.envoy_config", "print the configuration of an Envoy that calls routers"),
     "bench": ("", "run a benchmark of a checkout"),

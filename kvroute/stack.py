@@ -12,26 +12,32 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import urllib3
 
-from common.flags import flag
+from common.flags import file_flag, flag, pair
 from indexer.pod_entry import (
     ADMIN_PORT_LABEL,
     EVENTS_PORT_LABEL,
     MODEL_LABEL,
     REPLAY_PORT_LABEL,
     SNAPSHOT_LABEL,
+    PodEntry,
+    parse_pods,
 )
+from kvroute.engines import ENGINE_METAVAR, engine_argument
 from kvroute.envoy_config import DoorOptions, EnvoySettings, bootstrap
 from model_server.config import TINY_MODEL
 
 HOST = "127.0.0.1"
+Host = Literal["127.0.0.1", "0.0.0.0"]
 REPLICAS_MAX = 100
+_ENGINES = "in front of running engines"
 # Offsets from the base port, in the order of `_Pod`; pod i (from 1) adds i.
 _POD_PORTS = (100, 200, 300, 400)
 _TIMEOUT_S = 10.0
+_ENTRY_FIELDS = ("name", "namespace", "address", "port", "labels")
 _PODS_TIMEOUT_S = 120.0
 _POLL_S = 0.05
 _PUBLISHED = "kvroute_kv_event_batches_published_total"
@@ -54,6 +60,36 @@ class StackOptions(DoorOptions):
     )
     gpu_blocks: int = flag("stack", "--num-gpu-blocks", int, 1024, "KV blocks of a model server's pool")
     cpu_blocks: int = flag("stack", "--cpu-blocks", int, 0, "KV blocks of its host tier; 0: no host tier")
+    host: Host = flag(
+        "stack", "--host", Host, HOST, "address of the gateway; 0.0.0.0: for other machines, too"
+    )
+    engines: Sequence[PodEntry] = flag(
+        _ENGINES,
+        "--engine",
+        engine_argument,
+        (),
+        "a running vLLM or SGLang server, instead of model servers of this stack; may be repeated "
+        "(default: events=5557, no replay)",
+        action="append",
+        metavar=ENGINE_METAVAR,
+    )
+    pods_file: Path | None = file_flag(
+        _ENGINES, "--pods-file", "the same as a file, see `kvroute router`; watched for changes"
+    )
+    tokenizers: Sequence[tuple[str, str]] = flag(
+        _ENGINES,
+        "--tokenizer",
+        pair(str),
+        (),
+        "tokenizer of a model, see `kvroute router` (default: the engines' own, where they render)",
+        action="append",
+        metavar="MODEL=SOURCE",
+    )
+
+    @property
+    def has_own_engines(self) -> bool:
+        """Whether the stack starts model servers."""
+        return not (self.engines or self.pods_file)
 
 
 class _Pod(NamedTuple):
@@ -86,6 +122,7 @@ class StackPlan:
     round_robin_url: str
     least_requests_url: str
     router_debug_url: str
+    router_grpc: str
     pod_urls: dict[str, str]
     admin_urls: Sequence[str]
     model_name: str
@@ -109,16 +146,23 @@ def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
     base = options.base_port
     if not (1 <= options.port <= 65535 and 1024 <= base <= 65535 - max(_POD_PORTS) - REPLICAS_MAX):
         raise LocalStackError(f"port {options.port} or base port {base} is out of range")
+    if options.engines and options.pods_file:
+        raise LocalStackError("--engine and --pods-file exclude each other: put all engines into the file")
     model_name = TINY_MODEL if options.model == TINY_MODEL else Path(options.model).resolve().name
     grpc, health, metrics, round_robin, least_requests = range(base, base + 5)
     pods = [
         _Pod(f"model-server-{number}", *(base + kind + number for kind in _POD_PORTS))
         for number in range(1, options.replicas + 1)
+        if options.has_own_engines
     ]
+    entries = list(options.engines) or [_entry(pod, model_name) for pod in pods]
+    if options.pods_file:
+        entries = list(parse_pods(options.pods_file.read_text("utf-8"), str(options.pods_file)))
+    endpoints = [{name: getattr(entry, name) for name in _ENTRY_FIELDS} for entry in entries]
     settings = EnvoySettings(
-        gateway=(HOST, options.port),
+        gateway=(options.host, options.port),
         routers=[(HOST, grpc)],
-        pods=[(HOST, pod.http) for pod in pods],
+        pods=[(entry.address, entry.port) for entry in entries],
         round_robin=(HOST, round_robin),
         least_requests=(HOST, least_requests),
         door=options.door,
@@ -132,14 +176,15 @@ def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
         children=children,
         files={
             # JSON is valid YAML.
-            "pods.yaml": json.dumps({"endpoints": [_endpoint(pod, model_name) for pod in pods]}, indent=1),
+            "pods.yaml": json.dumps({"endpoints": endpoints}, indent=1),
             "envoy.json": json.dumps(bootstrap(settings), indent=1),
         },
         gateway_url=f"http://{HOST}:{options.port}",
         round_robin_url=f"http://{HOST}:{round_robin}",
         least_requests_url=f"http://{HOST}:{least_requests}",
         router_debug_url=f"http://{HOST}:{metrics}",
-        pod_urls={f"{HOST}:{pod.http}": f"http://{HOST}:{pod.http}" for pod in pods},
+        router_grpc=f"{HOST}:{grpc}",
+        pod_urls={entry.pod: f"http://{entry.pod}" for entry in entries},
         admin_urls=[f"http://{HOST}:{pod.admin}" for pod in pods],
         model_name=model_name,
     )
@@ -171,11 +216,17 @@ def _router(
     options: StackOptions, directory: Path, model_name: str, ports: tuple[int, int, int]
 ) -> ChildPlan:
     grpc, health, metrics = ports
-    argv = [sys.executable, "-m", "router", "--pods-file", str(directory / "pods.yaml"), "--host", HOST]
+    pods_file = options.pods_file or directory / "pods.yaml"
+    argv = [sys.executable, "-m", "router", "--pods-file", str(pods_file), "--host", HOST]
     argv += ["--grpc-port", str(grpc), "--grpc-health-port", str(health), "--metrics-port", str(metrics)]
     argv += ["--responses", "full" if options.responses == "full" else "skip"]
     if options.model != TINY_MODEL:
         argv += ["--tokenizer", f"{model_name}={options.model}"]
+    for model, source in options.tokenizers:
+        argv += ["--tokenizer", f"{model}={source}"]
+    if not options.has_own_engines:
+        # An engine without replays builds no view of its past.
+        argv += ["--bootstrap-timeout", "5"]
     return ChildPlan("router", argv, ports, f"http://{HOST}:{metrics}/ready")
 
 
@@ -186,21 +237,16 @@ def _envoy(directory: Path, ports: tuple[int, int, int]) -> ChildPlan:
     return ChildPlan("envoy", [*argv, "--log-level", "warning"], ports)
 
 
-def _endpoint(pod: _Pod, model_name: str) -> dict[str, Any]:
-    """Return the pod's entry of the router's pods file."""
-    return {
-        "name": pod.name,
-        "namespace": "local",
-        "address": HOST,
-        "port": str(pod.http),
-        "labels": {
-            MODEL_LABEL: model_name,
-            EVENTS_PORT_LABEL: str(pod.events),
-            REPLAY_PORT_LABEL: str(pod.replay),
-            SNAPSHOT_LABEL: "true",
-            ADMIN_PORT_LABEL: str(pod.admin),
-        },
+def _entry(pod: _Pod, model_name: str) -> PodEntry:
+    """Return the entry of a model server of the stack."""
+    labels = {
+        MODEL_LABEL: model_name,
+        EVENTS_PORT_LABEL: str(pod.events),
+        REPLAY_PORT_LABEL: str(pod.replay),
+        SNAPSHOT_LABEL: "true",
+        ADMIN_PORT_LABEL: str(pod.admin),
     }
+    return PodEntry(pod.name, "local", HOST, pod.http, labels)
 
 
 def await_pods(plan: StackPlan, check: Callable[[], None]) -> None:

@@ -6,21 +6,26 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from common.flags import CommandParser, add_flags, flag_values
 from kvroute.demo import run_demo
+from kvroute.doctor.cli import doctor_parser, run_checks
+from kvroute.doctor.findings import print_findings
 from kvroute.stack import LocalStackError, StackOptions, StackPlan, await_pods, plan_stack
 from kvroute.supervisor import Supervisor, check_ports
 
 _WATCH_S = 0.2
+_STREAM_S = 2.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
     parser = CommandParser(
         prog="kvroute up",
-        description="Start model servers, the router and Envoy on this machine and show the routing.",
+        description="Start model servers, the router and Envoy on this machine and show the routing; with "
+        "--engine or --pods-file, router and Envoy in front of running engines, which are checked.",
     )
     add_flags(parser, StackOptions)
     only = parser.add_mutually_exclusive_group()
@@ -76,12 +81,26 @@ def _run_in(
     for file, text in plan.files.items():
         (directory / file).write_text(text, encoding="utf-8")
     supervisor.start(plan.children)
-    await_pods(plan, supervisor.check)
-    if demo:
-        run_demo(plan, supervisor.check, supervisor.say)
+    if options.has_own_engines:
+        await_pods(plan, supervisor.check)
+        if demo:
+            run_demo(plan, supervisor.check, supervisor.say)
+    else:
+        plan = _check_engines(plan)
     if stay:
         _stay(plan, supervisor, directory)
     supervisor.check()
+
+
+def _check_engines(plan: StackPlan) -> StackPlan:
+    """Print the doctor's findings; return the plan with the engines' model."""
+    print("checking engines, router and gateway", flush=True)
+    flags = ["--router-url", plan.router_debug_url, "--router-grpc", plan.router_grpc]
+    flags += ["--gateway-url", plan.gateway_url, "--stream-s", str(_STREAM_S)]
+    findings = run_checks(doctor_parser().parse_args(flags))
+    print_findings(findings)
+    models = [one.what for one in findings if (one.check, one.status) == ("model", "ok")]
+    return replace(plan, model_name=next(iter(models), "MODEL"))
 
 
 def _logs(directory: Path) -> str:
@@ -118,7 +137,7 @@ def _progress() -> Callable[[str], None]:
     def say(line: str) -> None:
         print(f"[{time.monotonic() - started_s:5.1f} s] {line}", flush=True)
 
-    say("starting model servers, router and Envoy")
+    say("starting the stack")
     return say
 
 

@@ -29,6 +29,7 @@ from router.errors import ClusterError
 from router.h2.server import bound_socket
 from router.observe.decision_log import DecisionLog
 from router.pods.pod_set import Pod, PodSet, PodsSource
+from router.pods.watch import pod_stream
 
 if TYPE_CHECKING:
     from indexer import KvIndexer
@@ -261,10 +262,11 @@ class DebugPages:
         return 200, {
             "pods": [self._pod(pod, views) for pod in self.pods.current.values()],
             "parity": self.index.mismatch_details(),
+            "block_tokens": self.index.block_tokens,
         }
 
     def _pod(self, pod: Pod, views: Mapping[str, StreamState]) -> dict[str, Any]:
-        models = pod.models
+        models, stream = pod.models, pod_stream(pod)
         return {
             "address": pod.address,
             "name": pod.name,
@@ -276,6 +278,7 @@ class DebugPages:
             "declared_ready": pod.entry.ready,
             "labels": dict(pod.entry.labels),
             "view": views[pod.address].value if pod.address in views else None,
+            "stream": asdict(stream) if stream else None,
             "base_model": models.base if models else None,
             "aliases": sorted(models.aliases) if models else [],
             "adapters": sorted(models.adapters) if models else [],

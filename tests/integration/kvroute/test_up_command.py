@@ -19,6 +19,7 @@ import urllib3
 
 from kvroute.stack import LocalStackError, StackOptions, plan_stack
 from kvroute.supervisor import check_ports
+from tests.support.kvroute.faults import running_engines
 from tests.support.kvroute.stack import on_free_ports, wait_until
 
 RUN = "from kvroute.cli import main; raise SystemExit(main())"
@@ -82,10 +83,12 @@ def kill_router(temporary: Path) -> None:
 
 
 @contextmanager
-def running_command(ports: tuple[int, int], temporary: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def running_command(
+    ports: tuple[int, int], temporary: Path, *flags: str
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Run the command; yield the process and its output once the stack is up; kill it at the end."""
     with subprocess.Popen(
-        command(*SMALL, ports=ports),
+        command(*(flags or SMALL), ports=ports),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -141,6 +144,32 @@ def test_ctrl_c_cleans_up(tmp_path: Path) -> None:
         rest, _ = process.communicate(timeout=300)
     assert process.returncode == 0, rest
     assert_nothing_left(ports, tmp_path)
+
+
+def test_running_engines_get_a_router_and_an_envoy(tmp_path: Path) -> None:
+    """With --engine router and Envoy start before running servers, and each fault is told with its flag."""
+    faults = (), ("--no-enable-prefix-caching",)
+    (tmp_path / "engines").mkdir()
+    (tmp_path / "stack").mkdir()
+    with running_engines(tmp_path / "engines", *faults) as engines:
+        flags = [each for engine in engines for each in ("--engine", engine.flag)]
+        ports = stack_ports()
+        with running_command(ports, tmp_path / "stack", *flags) as (process, seen):
+            body = {"model": "kvroute-tiny", "prompt": "Hello", "max_tokens": 4}
+            url = f"http://127.0.0.1:{ports[0]}/v1/completions"
+            answers = [urllib3.request("POST", url, json=body) for _ in range(3)]
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=300)
+    assert [answer.status for answer in answers] == [200] * 3
+    assert {answer.headers["x-kvroute-pod"] for answer in answers} <= {engine.address for engine in engines}
+    assert process.returncode == 0
+    lines = seen.splitlines()
+    for check in ("picks", "tokens", "body", "stream"):
+        assert any(line.startswith("ok") and line.split()[1] == check for line in lines), seen
+    failed = [line for line in lines if line.startswith("fail")]
+    assert all(engines[1].address in line for line in failed)
+    assert "start vLLM with --enable-prefix-caching" in seen
+    assert '"model": "kvroute-tiny"' in seen
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes in /proc")

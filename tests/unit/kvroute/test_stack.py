@@ -16,6 +16,7 @@ import pytest
 
 from indexer.pod_entry import parse_pods
 from kvroute import up
+from kvroute.engines import engine_argument
 from kvroute.envoy_config import EnvoySettings, bootstrap
 from kvroute.stack import (
     ChildPlan,
@@ -85,6 +86,24 @@ def test_the_pods_file_lists_the_model_servers() -> None:
     pods = parse_pods(plan.files["pods.yaml"], "pods.yaml")
     assert {pod.pod for pod in pods} == set(plan.pod_urls)
     assert [f"http://{pod.admin}" for pod in pods] == plan.admin_urls
+
+
+def test_a_stack_before_running_engines_has_no_model_servers(tmp_path: Path) -> None:
+    """With --engine or --pods-file only router and Envoy start, and the router reads these pods."""
+    engines = engine_argument("127.0.0.1:8000,replay=5558"), engine_argument("127.0.0.1:8001,events=5567")
+    plan = plan_stack(StackOptions(engines=engines, tokenizers=(("m", "/models/m"),)), tmp_path)
+    assert [child.name for child in plan.children] == ["router", "envoy"]
+    assert list(plan.pod_urls) == ["127.0.0.1:8000", "127.0.0.1:8001"]
+    assert "m=/models/m" in plan.children[0].argv
+    pods = parse_pods(plan.files["pods.yaml"], "pods.yaml")
+    assert [dict(pod.labels) for pod in pods] == [dict(engine.labels) for engine in engines]
+    file = tmp_path / "own.yaml"
+    file.write_text(plan.files["pods.yaml"])
+    again = plan_stack(StackOptions(pods_file=file), tmp_path)
+    assert again.pod_urls == plan.pod_urls
+    assert str(file) in again.children[0].argv
+    with pytest.raises(LocalStackError, match="exclude each other"):
+        plan_stack(StackOptions(engines=engines, pods_file=file), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,83 @@
+"""Findings of the doctor, declared in findings.yaml, and their output as table, lines or JSON."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import yaml
+
+Status = Literal["ok", "warn", "fail", "skipped"]
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim"}
+_TABLE = Path(__file__).with_name("findings.yaml")
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """Result of one check."""
+
+    check: str
+    subject: str  # an address, URL or namespace
+    status: Status
+    what: str  # what was found
+    remedy: str = ""  # the flag, field or command that mends it; empty if there is nothing to mend
+
+
+@cache
+def _cases() -> dict[str, dict[str, dict[Any, str]]]:
+    cases: dict[str, dict[str, dict[Any, str]]] = yaml.safe_load(_TABLE.read_text("utf-8"))
+    return cases
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Collector of the findings about one subject."""
+
+    subject: str
+    findings: list[Finding] = field(default_factory=list)
+
+    def add(self, check: str, case: str, **values: object) -> None:
+        """Add a finding of findings.yaml, whose fields are `values`."""
+        texts = {name: text.format(**values) for name, text in _cases()[check][case].items()}
+        # Other servers' texts must not control the terminal.
+        texts = {
+            name: "".join(char if char.isprintable() else " " for char in text)
+            for name, text in texts.items()
+        }
+        remedy = texts.pop("remedy", "")
+        ((status, what),) = texts.items()
+        self.findings.append(Finding(check, self.subject, status, what, remedy))
+
+
+def exit_status(findings: Sequence[Finding]) -> int:
+    """Return 1 if a check failed, else 0."""
+    return int(any(finding.status == "fail" for finding in findings))
+
+
+def print_findings(findings: Sequence[Finding]) -> None:
+    """Print a table on a terminal where `rich` is installed, else lines."""
+    counts = {each: sum(one.status == each for one in findings) for each in _STYLES}
+    summary = ", ".join(f"{count} {status}" for status, count in counts.items())
+    if sys.stdout.isatty():
+        try:
+            from rich.console import Console
+            from rich.table import Table
+            from rich.text import Text
+
+            table = Table("status", "check", "subject", "finding -> remedy", caption=summary)
+            for one in findings:
+                text = Text(one.what).append(f"\n-> {one.remedy}" if one.remedy else "", "bold")
+                table.add_row(Text(one.status, _STYLES[one.status]), one.check, one.subject, text)
+            Console().print(table)
+            return
+        except ImportError:
+            pass
+    for one in findings:
+        print(f"{one.status:<8}{one.check:<11} {one.subject}: {one.what}")
+        if one.remedy:
+            print(f"{'':<20}-> {one.remedy}")
+    print(summary, flush=True)

@@ -1,0 +1,100 @@
+"""HTTP client of the doctor: bounded in time and size, without retries."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import urllib3
+
+from kvroute.doctor.findings import Report
+
+CONNECT_S = 2.0
+_BODY_BYTES_MAX = 64 << 20
+_CLOCK_SKEW_MAX_S = 2.0
+_JSON = {"content-type": "application/json"}
+_T = TypeVar("_T")
+
+
+class UnreachableError(Exception):
+    """Request without a response; `is_hung` tells that it was sent, but not answered in time."""
+
+    def __init__(self, url: str, error: Exception) -> None:
+        self.is_hung = isinstance(error, urllib3.exceptions.ReadTimeoutError)
+        super().__init__(f"{url}: {str(error).rpartition(': ')[2]}")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """HTTP response."""
+
+    status: int
+    headers: Mapping[str, str]  # names are matched without regard to case
+    body: bytes
+
+    def read(self, form: type[_T]) -> _T:
+        """Return the body as JSON of a struct; of another body the struct's defaults."""
+        try:
+            return msgspec.json.decode(self.body, type=form)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return form()
+
+    def get(self, *path: str) -> Any:
+        """Return a field of a JSON body by its path; None if it has none."""
+        value: Any = self.read(dict[str, Any])
+        for name in path:
+            value = value.get(name) if isinstance(value, dict) else None
+        return value
+
+    @property
+    def text(self) -> str:
+        return f"{self.status}: {self.body[:300].decode(errors='replace').strip()}"
+
+    def judge_clock(self, report: Report) -> None:
+        """Report how far the clock of the Date header is from this machine's; call it at once."""
+        try:
+            # The header has whole seconds, rounded down.
+            ahead_s = parsedate_to_datetime(self.headers["date"]).timestamp() + 0.5 - time.time()
+        except (KeyError, ValueError, TypeError):
+            return
+        case = "agrees" if abs(ahead_s) <= _CLOCK_SKEW_MAX_S else "skewed"
+        report.add("clock", case, most_s=_CLOCK_SKEW_MAX_S, ahead_s=ahead_s)
+
+
+class Http:
+    """HTTP client. `ca`: PEM file of the authorities for https; `token`: bearer token of all requests."""
+
+    def __init__(self, ca: Path | None = None, token: str | None = None) -> None:
+        self._pool = urllib3.PoolManager(retries=False, ca_certs=None if ca is None else str(ca))
+        self._headers = {} if token is None else {"authorization": f"Bearer {token}"}
+
+    def ask(self, url: str, body: Mapping[str, Any] | None = None, *, read_s: float = 60.0) -> Answer:
+        """Send a GET, or a POST with a JSON body; raises an UnreachableError without a response."""
+        with self.open(url, body, read_s=read_s) as response:
+            return Answer(response.status, response.headers, response.read(_BODY_BYTES_MAX))
+
+    @contextmanager
+    def open(
+        self, url: str, body: Mapping[str, Any] | None = None, *, read_s: float = 60.0
+    ) -> Iterator[urllib3.BaseHTTPResponse]:
+        """Send a request as `ask`, and yield the response with its body unread."""
+        data, kind = (None, {}) if body is None else (msgspec.json.encode(body), _JSON)
+        timeout = urllib3.Timeout(connect=CONNECT_S, read=read_s)
+        headers, method = self._headers | kind, "GET" if body is None else "POST"
+        response = None
+        try:
+            response = self._pool.request(
+                method, url, body=data, headers=headers, timeout=timeout, preload_content=False
+            )
+            yield response
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise UnreachableError(url, error) from error
+        finally:
+            if response is not None:
+                response.close()
