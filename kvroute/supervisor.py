@@ -155,7 +155,7 @@ class Supervisor:
         while not _is_ready(child.plan):
             if time.monotonic() - told_s > self._progress_s:
                 told_s = time.monotonic()
-                self._say(f"waiting for {child.plan.name}; {_log_text(child)}")
+                self.say(f"waiting for {child.plan.name}; {_log_text(child)}")
             for other in self.children:
                 if other.process.poll() is not None:
                     raise LocalStackError(_exit_text(other))

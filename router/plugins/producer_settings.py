@@ -121,7 +121,7 @@ class _TokenizersPool(Settings):
     """Tokenizers of older indexers of llm-d; of the sources for one model, local files take precedence."""
 
     model_name: Text | None = None
-    workers_count: Annotated[Any, Meta(description="the router tokenizes on the threads of its requests")] = None
+    workers_count: Annotated[Any, Meta(description="requests are tokenized on their own threads")] = None
     min_prefix_overlap_ratio: Annotated[Any, Meta(description="prompts are always tokenized whole")] = None
     local: _Local | None = None
     hf: _Hub | None = None
