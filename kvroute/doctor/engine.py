@@ -37,6 +37,9 @@ class _Cards(msgspec.Struct):
     data: list[Card] = []
 
 
+_CARDS = msgspec.json.Decoder(_Cards)
+
+
 @dataclass(frozen=True, slots=True)
 class EnginePage:
     """Facts of a metrics page; None where it does not tell."""
@@ -90,7 +93,7 @@ def _served(engine: Engine, http: Http, report: Report, model: str | None) -> Ca
     report.add("engine", "answers")
     health.judge_clock(report)
     answer = http.ask(f"http://{engine.address}/v1/models", read_s=_PAGE_S)
-    cards = {card.id: card for card in answer.read(_Cards).data}
+    cards = {card.id: card for card in answer.read(_CARDS).data}
     if not cards:
         report.add("model", "key" if answer.status in (401, 403) else "none", why=answer.text)
         return None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvroute.doctor.findings import Report
-from kvroute.doctor.http import Http, UnreachableError
+from kvroute.doctor.http import FIELDS, Http, UnreachableError
 
 _WHOLE_BODIES = ("FULL_DUPLEX_STREAMED", "BUFFERED")
 
@@ -14,7 +14,7 @@ _WHOLE_BODIES = ("FULL_DUPLEX_STREAMED", "BUFFERED")
 def check_envoy(url: str, http: Http, report: Report) -> None:
     """Judge how Envoy calls routers: failure mode, bodies, and whether a cluster follows the pick."""
     try:
-        configs = list(_typed(http.ask(f"{url}/config_dump").read(dict[str, Any])))
+        configs = list(_typed(http.ask(f"{url}/config_dump").read(FIELDS)))
     except UnreachableError as error:
         report.add("envoy", "refused", why=error)
         return

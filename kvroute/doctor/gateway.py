@@ -48,6 +48,9 @@ class _Decisions(msgspec.Struct):
     decisions: list[_Decision] = []
 
 
+_DECISIONS = msgspec.json.Decoder(_Decisions)
+
+
 @dataclass(slots=True)
 class GatewayCheck:
     """Checks of one gateway."""
@@ -97,7 +100,7 @@ class GatewayCheck:
         """Return the router's record of a response's request; None if it has none."""
         request_id = answer.headers.get("x-request-id", "")
         page = self.router_http.ask(f"{self.router_url}/debug/decisions?request_id={request_id}")
-        return next(iter(page.read(_Decisions).decisions), None)
+        return next(iter(page.read(_DECISIONS).decisions), None)
 
     def _obeys_picks(self, first: Answer) -> bool:
         """Compare the pods that served with the picked ones; return whether tokens can be compared."""

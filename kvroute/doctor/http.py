@@ -20,6 +20,7 @@ _BODY_BYTES_MAX = 64 << 20
 _CLOCK_SKEW_MAX_S = 2.0
 _JSON = {"content-type": "application/json"}
 _T = TypeVar("_T")
+FIELDS = msgspec.json.Decoder(dict[str, Any])
 
 
 class UnreachableError(Exception):
@@ -38,16 +39,16 @@ class Answer:
     headers: Mapping[str, str]  # names are matched without regard to case
     body: bytes
 
-    def read(self, form: type[_T]) -> _T:
-        """Return the body as JSON of a struct; of another body the struct's defaults."""
+    def read(self, decoder: msgspec.json.Decoder[_T]) -> _T:
+        """Return the decoded body; of another body the defaults of the decoder's type."""
         try:
-            return msgspec.json.decode(self.body, type=form)
+            return decoder.decode(self.body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return form()
+            return decoder.type()
 
     def get(self, *path: str) -> Any:
         """Return a field of a JSON body by its path; None if it has none."""
-        value: Any = self.read(dict[str, Any])
+        value: Any = self.read(FIELDS)
         for name in path:
             value = value.get(name) if isinstance(value, dict) else None
         return value

@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvroute.doctor.engine import BLOCK_TOKENS
 from kvroute.doctor.findings import Report
-from kvroute.doctor.http import Http, UnreachableError
+from kvroute.doctor.http import FIELDS, Http, UnreachableError
 from kvroute.engines import Engine
 
 _ANSWER_S = 2.0
@@ -34,12 +34,15 @@ class Pods(msgspec.Struct):
     block_tokens: int = BLOCK_TOKENS
 
 
+_PODS = msgspec.json.Decoder(Pods)
+
+
 def check_router(url: str, grpc_address: str | None, http: Http, report: Report) -> Pods:
     """Check a router by its metrics port; return its pods, none if they cannot be read."""
     _check_grpc(grpc_address, report)
     try:
         answer = http.ask(f"{url}/ready", read_s=_ANSWER_S)
-        ready = answer.read(dict[str, Any])
+        ready = answer.read(FIELDS)
         if "status" not in ready:
             report.add("router", "stranger", why=answer.text)
             return Pods()
@@ -50,7 +53,7 @@ def check_router(url: str, grpc_address: str | None, http: Http, report: Report)
     except UnreachableError as error:
         report.add("router", "hung" if error.is_hung else "refused", why=error)
         return Pods()
-    found = answer.read(Pods)
+    found = answer.read(_PODS)
     if not found.pods:
         report.add("pods", "not_allowed" if answer.status in (401, 403) else "none", why=answer.text)
     for pod in found.pods:

@@ -270,7 +270,7 @@ def test_a_restarted_program_explains_the_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A stack with a restarted child exits with status 1 and names the child in one line."""
-    plan = StackPlan([], {}, "", "", "", "", {}, [], "")
+    plan = StackPlan([], {}, "", "", "", "", "", {}, [], "")
     monkeypatch.setattr(up, "plan_stack", lambda _options, _directory: plan)
     monkeypatch.setattr(up, "await_pods", lambda _plan, _check: None)
     monkeypatch.setattr(Supervisor, "start", lambda self, _plans: self.restarted.append("router"))
