@@ -266,6 +266,8 @@ def run_load(
     """Run one period of load in a child process."""
     argv = [sys.executable, "-m", module, target, str(bodies), str(clients), str(seconds)]
     argv += ["repeated"] if repeated else []
+    if sys.stderr.isatty():
+        print(f"period of {seconds:g} s: {clients} clients send {bodies.name}", file=sys.stderr)
     done = subprocess.run(argv, stdout=subprocess.PIPE, timeout=_LOAD_TIMEOUT_S, check=True)
     seen: dict[str, float] = json.loads(done.stdout)
     return seen

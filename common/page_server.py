@@ -12,12 +12,11 @@ import socket
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from email.utils import formatdate
 from http import HTTPStatus
 from ssl import SSLContext
 from threading import Thread
-from types import MappingProxyType
 from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
@@ -32,9 +31,8 @@ _ACCEPTED_AT_ONCE = 16
 _RETRY_S = 1.0
 # A bearer token of a cluster is at most 16 KiB.
 _HEAD_BYTES_MAX = 24 << 10
-_BODY_BYTES_MAX = 64 << 10
-# Bodies above that are read a few at a time, since clients may send them before they are authorized.
-_LARGE_BODIES_MAX = 4
+# Large bodies are read a few at a time, since clients may send them before they are authorized.
+_BODY_BYTES_MAX, _LARGE_BYTES, _LARGE_BODIES_MAX = 1 << 20, 64 << 10, 4
 _HEAD_S, _SEND_S = 5.0, 10.0
 _SENDING_MAX = 16
 _THREADS, _WAITING_MAX = 8, 64
@@ -102,8 +100,6 @@ class PageServer:
     answer: Callable[[Request], Awaitable[Response]]
     tls: Callable[[], SSLContext] | None = None  # returns the context of a new connection; None: plaintext
     methods: Collection[str] = ()  # besides GET and HEAD; requests of these may have a body
-    # Longest body in bytes by path; of other paths it is 64 KiB.
-    body_bytes_max: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.listener.setblocking(False)
@@ -200,9 +196,8 @@ class PageServer:
 
     async def _read(self, reader: asyncio.StreamReader) -> _Reading:
         try:
-            head = await reader.readuntil(b"\r\n\r\n")
-            read = _Reading(head, self.methods, self.body_bytes_max)
-            async with self._large if read.body_bytes > _BODY_BYTES_MAX else nullcontext():
+            read = _Reading(await reader.readuntil(b"\r\n\r\n"), self.methods)
+            async with self._large if read.body_bytes > _LARGE_BYTES else nullcontext():
                 read.request = replace(read.request, body=await reader.readexactly(read.body_bytes))
             return read
         except asyncio.LimitOverrunError:
@@ -226,9 +221,7 @@ class PageServer:
 
 
 class _Reading:
-    def __init__(
-        self, head: bytes, methods: Collection[str] = (), bytes_max: Mapping[str, int] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, head: bytes, methods: Collection[str] = ()) -> None:
         self.request = Request("", {}, {})
         self.error: HTTPStatus | None = None
         self._url = b""
@@ -249,8 +242,7 @@ class _Reading:
         self.request = Request(url.path, query, self._headers, method)
         if method in methods:
             length = self._headers.get("content-length", "0")
-            most = bytes_max.get(url.path, _BODY_BYTES_MAX)
-            if not length.isdecimal() or len(length) > 9 or int(length) > most:
+            if not length.isdecimal() or len(length) > 9 or int(length) > _BODY_BYTES_MAX:
                 self.error = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
             else:
                 self.body_bytes = int(length)

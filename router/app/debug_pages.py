@@ -147,15 +147,13 @@ class DebugServer:
     tls: Callable[[], SSLContext] | None = None  # factory of SSL contexts for new connections
     authorize: MetricsAuth | None = None  # of requests other than /healthz and /ready; None: all are allowed
     admin: Admin | None = None  # handler of administration, which has a token of its own
-    # Pages that read a posted body and change nothing, by path, and the longest body in bytes. They are
-    # authorized like the others, as a "get".
-    posts: Mapping[str, tuple[PostPage, int]] = field(default_factory=dict)
+    # Pages that read a posted body and change nothing, by path; authorized like the others, as a "get".
+    posts: Mapping[str, PostPage] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         listener = bound_socket("--metrics-port", self.host, self.port)
         methods = ("POST", "DELETE") if self.admin else ("POST",) if self.posts else ()
-        limits = {path: bytes_max for path, (_, bytes_max) in self.posts.items()}
-        self._server = PageServer(listener, self._answer, self.tls, methods, limits)
+        self._server = PageServer(listener, self._answer, self.tls, methods)
         self.port = self._server.port
         self._probes, self._others = BoundedExecutor("pages-probes"), BoundedExecutor("pages-others")
 
@@ -181,7 +179,7 @@ class DebugServer:
             if status is not None:
                 return _response(status, {"error": "not allowed"})
         if post is not None:
-            return await self._others.run(lambda: _response(*post[0](request.body)))
+            return await self._others.run(lambda: _response(*post(request.body)))
         return await self._others.run(lambda: self._page(request))
 
     def _page(self, request: Request) -> Response:

@@ -17,7 +17,6 @@ from router.observe.metrics import RouterMetrics
 from router.prompts.request import unread_request
 
 EXPLAIN_PATH = "/debug/explain"
-EXPLAIN_BYTES_MAX = 1 << 20
 _REQUEST_ID = "explain"
 
 

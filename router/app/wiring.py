@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from router.app.admin import Admin
 from router.app.config import RouterConfig
 from router.app.debug_pages import DebugPages, DebugServer, MetricsAuth, profile_pages
-from router.app.explain import EXPLAIN_BYTES_MAX, EXPLAIN_PATH, Explainer
+from router.app.explain import EXPLAIN_PATH, Explainer
 from router.app.tls import grpc_tls, metrics_tls
 from router.config.fields import Duration
 from router.config.picker_file import Resources
@@ -245,7 +245,7 @@ def listen_metrics(
         tls=metrics_tls(config.metrics_tls) if config.metrics_tls is not None else None,
         authorize=_metrics_auth(config) if config.metrics_auth else None,
         admin=Admin(config.index.admin_token, pages.pods, pages.source, pages.index),
-        posts={EXPLAIN_PATH: (explainer.answer, EXPLAIN_BYTES_MAX)},
+        posts={EXPLAIN_PATH: explainer.answer},
     )
 
 

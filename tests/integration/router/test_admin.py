@@ -121,7 +121,7 @@ def test_pods_are_registered_and_removed(tmp_path: Path) -> None:
         ("POST", "/workers", b"", 400),
         ("POST", "/workers", b"[1]", 400),
         ("POST", "/workers", b"[" * 60_000, 400),
-        ("POST", "/workers", b"x" * 65_537, 413),
+        ("POST", "/workers", b"x" * 1_048_577, 413),
         ("POST", "/workers", {"url": 7}, 400),
         ("POST", "/workers", {"url": "https://127.0.0.1:1"}, 400),
         ("POST", "/workers", {"url": "http://127.0.0.1"}, 400),
