@@ -254,6 +254,14 @@ class RouterConfig:
         "time that SIGTERM waits for running picks and response streams (default: 30s)",
     )
     sync_timeout_s: float = 10.0
+    gpu_hour_price: float | None = flag(
+        _PROCESS,
+        "--gpu-hour-price",
+        positive_number,
+        None,
+        "price of an hour of one pod's GPUs, in any currency, by which /debug/worth tells what it saves",
+        metavar="PRICE",
+    )
     tracing: bool = switch(
         _PROCESS,
         "--tracing",

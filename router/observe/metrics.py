@@ -73,6 +73,11 @@ _COUNTERS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
         (),
     ),
     "delivered": (_OURS + "delivered_cached_tokens_total", "Cached tokens reported by the pods.", ()),
+    "told": (
+        _OURS + "told_prompt_tokens_total",
+        "Prompt tokens of the same requests: all of them, and those cached.",
+        ("model", "part"),
+    ),
     "ends": (_OURS + "request_ends_total", "Ended requests by source of the report.", ("source", "outcome")),
     "stateful": (
         _OURS + "stateful_requests_total",
@@ -158,8 +163,8 @@ class RouterMetrics:
                 self._histograms["picking"].observe(took_s)
             return
         best, client, count = decision.primary, decision.client_model, self._counters
-        model = self._model_label(decision.model or "")
-        named = model if client is None else self._model_label(client)
+        model = self.model_label(decision.model or "")
+        named = model if client is None else self.model_label(client)
         labels = named, model, "", str(decision.priority)
         with self._lock:
             self._histograms["picking"].observe(took_s)
@@ -178,7 +183,7 @@ class RouterMetrics:
                 count["predicted"].add((), best.cached_tokens)
                 count["best"].add((), decision.ranked.most_cached_tokens)
 
-    def _model_label(self, model: str) -> str:
+    def model_label(self, model: str) -> str:
         """Return a model's name; "other" for a long one, and for all but the first names."""
         if model in self._models:
             return model
@@ -187,6 +192,11 @@ class RouterMetrics:
                 return "other"
             self._models.add(model)
             return model
+
+    def values(self, name: str) -> dict[tuple[str, ...], float]:
+        """Return the values of a counter by its labels; `name` as in `_COUNTERS`."""
+        samples = (sample for family in self._counters[name].collect() for sample in family.samples)
+        return {tuple(sample.labels.values()): sample.value for sample in samples}
 
     def refused(self, error: RequestError) -> None:
         """Count an error response, without the model's name: clients could create any number of series."""
@@ -230,7 +240,7 @@ def gauge(
     return family
 
 
-_UNCACHEABLE = (Cause.NEVER_CACHED, Cause.PARTIAL_BLOCK, Cause.OTHER_SCOPE)
+UNCACHEABLE = (Cause.NEVER_CACHED, Cause.PARTIAL_BLOCK, Cause.OTHER_SCOPE)
 
 
 @dataclass(eq=False, slots=True)
@@ -244,7 +254,7 @@ class _CeilingCollector(Collector):
         for sample in (sample for family in self.tokens.collect() for sample in family.samples):
             model, cause = sample.labels["model"], sample.labels["cause"]
             known[model] += int(sample.value) * (cause != Cause.UNKNOWN)
-            uncacheable[model] += int(sample.value) * (cause in _UNCACHEABLE)
+            uncacheable[model] += int(sample.value) * (cause in UNCACHEABLE)
         shares = [([model], 1.0 - uncacheable[model] / tokens) for model, tokens in known.items() if tokens]
         yield gauge(_OURS + "cacheable_ceiling", self.__doc__ or "", ("model",), shares)
 
