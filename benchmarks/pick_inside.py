@@ -118,7 +118,7 @@ class Inside:
             dispatched=self.lifecycle.decided,
             failures=self.lifecycle.failures,
         )
-        self._analysis = Analysis(pods, self.index, decision_log, registry)
+        self._analysis = Analysis(pods, self.index, decision_log)
         decision_log.on_end = self._analysis.queue.ended
         self._analysis.start()
         self.router = ObservedRouter(routed, metrics, picked=self._analysis.queue.picked)

@@ -9,20 +9,16 @@ each session only the keyed hashes of its last prompt's tokens and messages are 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator
-from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from router.analysis.parts import Parts
+from router.analysis.parts import Parts, shown_digest
 
+# Parts that clients change; at the same place as the turn before, the change is called a nonce.
 SYSTEM, TOOLS, MESSAGE, EDITED = "system", "tools", "message", "history_edited"
-CUT, TEMPLATE, PROMPT = "history_cut", "template", "prompt"
-NONCE = "nonce"  # a part that changes at the same place again
-
 _BYTES_MAX = 64 << 20
 _TOKENS_MAX = 1 << 18  # of a prompt; what follows is not compared
 _SESSION_BYTES = 2000  # of a session without its tokens and messages
@@ -98,10 +94,17 @@ class PrefixBreaks:
             The session, whether it is new, and the break of its prefix, if there is one.
         """
         tokens = (prompt.tokens[:_TOKENS_MAX] * self._multiplier >> np.uint32(16)).astype(np.uint16)
-        names = tuple(self._names(prompt))
+        # What the session is found by later: its last two messages; its id and first user message.
+        parts, scope = prompt.parts, (prompt.scope, prompt.parts.session)
+        pair = (hash((*scope, *parts.messages[-2:].tolist())),) if len(parts.messages) > 1 else ()
+        first = (hash((*scope, parts.first_user)),) if parts.session or parts.first_user else ()
+        names = pair + first
         number = self._number(prompt, names)
         if number is None:
-            number = names[-1] if names else hash((prompt.scope, tokens[:256].tobytes()))
+            # An id makes sessions of one first message one; without an id each is one of its own.
+            number = hash((*names[-1:], "" if prompt.parts.session else prompt.request_id))
+            if number in self._sessions:
+                self._forget(number)
             known, found = _Session(f"{number % (1 << 64):016x}", tokens, prompt.parts, names), None
         else:
             known = self._forget(number)
@@ -110,10 +113,8 @@ class PrefixBreaks:
         known.tokens, known.parts, known.found_by = tokens, prompt.parts, names
         if found is not None:
             known.breaks, known.broken_at = known.breaks + 1, found.offset_tokens
-            known.lost_tokens, known.lost_s = (
-                known.lost_tokens + found.lost_tokens,
-                known.lost_s + found.lost_s,
-            )
+            known.lost_tokens += found.lost_tokens
+            known.lost_s += found.lost_s
             self._latest.append(found)
         if names:
             self._sessions[number] = known
@@ -131,14 +132,6 @@ class PrefixBreaks:
             "breaks": [msgspec.structs.asdict(each) for each in reversed(self._latest.copy())],
             "sessions": [{name: getattr(each, name) for name in shown} for each in known[:sessions]],
         }
-
-    def _names(self, prompt: Prompt) -> Iterator[int]:
-        """Yield what a prompt's session is found by later: last two messages, session id, first message."""
-        parts, scope = prompt.parts, prompt.scope
-        if len(parts.messages) > 1:
-            yield hash((scope, parts.session, *parts.messages[-2:].tolist()))
-        if parts.session or parts.first_user:
-            yield hash((scope, parts.session, parts.first_user))
 
     def _number(self, prompt: Prompt, names: tuple[int, ...]) -> int | None:
         """Return the session that a prompt continues."""
@@ -161,13 +154,13 @@ class PrefixBreaks:
         if offset >= shorter - _SLACK_BLOCKS * block or lost <= 0:
             return None
         part, message = _cause(last.parts, prompt.parts)
-        moves = part in (SYSTEM, TOOLS, MESSAGE, EDITED)
-        if moves and last.broken_at is not None and abs(offset - last.broken_at) <= block:
-            part = NONCE
-        digest = blake2b(prompt.tokens[offset : offset + block].tobytes(), digest_size=8, key=self._key)
+        is_same_place = last.broken_at is not None and abs(offset - last.broken_at) <= block
+        if is_same_place and part in (SYSTEM, TOOLS, MESSAGE, EDITED):
+            part = "nonce"
+        digest = shown_digest(prompt.tokens[offset : offset + block].tobytes(), self._key)
         lost_s = lost / prompt.tokens_per_s if prompt.tokens_per_s > 0.0 else 0.0
         where = prompt.request_id, prompt.model, message, part, offset
-        return Break(last.session, prompt.unix_s, *where, lost, lost_s, digest.hexdigest())
+        return Break(last.session, prompt.unix_s, *where, lost, lost_s, digest)
 
     def _forget(self, number: int) -> _Session:
         known = self._sessions.pop(number)
@@ -185,14 +178,14 @@ def _cause(old: Parts, new: Parts) -> tuple[str, int | None]:
     if old.tools != new.tools:
         return TOOLS, None
     if not len(new.messages):
-        return PROMPT, None
+        return "prompt", None
     at = _first_difference(old.messages, new.messages)
     if at == min(len(old.messages), len(new.messages)):
-        return TEMPLATE, None
+        return "template", None
     last = len(old.messages) - 1
     kept = np.flatnonzero(new.messages == old.messages[last])
     if len(new.messages) <= last or (len(kept) and kept[-1] < last):
-        return CUT, at
+        return "history_cut", at
     return (MESSAGE if at == last else EDITED), at
 
 

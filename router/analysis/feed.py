@@ -12,13 +12,10 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from prometheus_client import CollectorRegistry
 
-from common.counters import BatchedMetrics
 from common.repeated_log import RepeatedLog
 from indexer.keys import Keys
 from router.analysis.breaks import PrefixBreaks, Prompt
@@ -37,19 +34,9 @@ if TYPE_CHECKING:
     from indexer import KvIndexer
 
 _log = logging.getLogger(__name__)
-_OURS = "kvroute_router_"
 _POLL_S = 0.1
 _SHARE = 0.1  # of a core
 _TENANT_CHARS = 12
-# By name in this module: name of the metric, help text, labels.
-_COUNTERS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
-    "breaks": ("prefix_breaks_total", "Prompts that left their session's last one.", ("model", "part")),
-    "lost": ("prefix_break_lost_tokens_total", "Tokens not cached for these breaks.", ("model", "part")),
-    "dropped": ("analysis_dropped_total", "Requests not analysed: busy, large or failed.", ("reason",)),
-    "served": ("served_prompt_tokens_total", "Prompt tokens by what served them.", ("model", "source")),
-    "policy_tokens": ("policy_computed_tokens_total", "Prompt tokens computed, estimated.", ("policy",)),
-    "policy_s": ("policy_prefill_seconds_total", "Seconds of their prefill, estimated.", ("policy",)),
-}
 
 
 class Analysis:
@@ -64,25 +51,19 @@ class Analysis:
         pods: PodSet,
         index: KvIndexer,
         decisions: DecisionLog,
-        registry: CollectorRegistry,
         gpu_hour_price: float | None = None,
         *,
         names_tenants: bool = False,
     ) -> None:
         self._pods, self._index, self._decisions = pods, index, decisions
         self._names_tenants = names_tenants
-        make = BatchedMetrics(registry)
-        self._metrics_lock = make.lock
-        self._counters = {
-            name: make.counter(_OURS + metric, text, labels)
-            for name, (metric, text, labels) in _COUNTERS.items()
-        }
+        self._metrics = metrics = decisions.metrics
         self._key = secrets.token_bytes(32)
         self._breaks = PrefixBreaks(index.block_tokens, self._key)
-        self._prefixes = HotPrefixes(index.block_tokens)
+        self._prefixes = HotPrefixes(index.block_tokens, self._key)
         self._shadow = Shadow(index.block_tokens)
-        self._worth = Worth(self._shadow, gpu_hour_price, time.monotonic(), self._count)
-        self.queue = PickQueue(lambda reason: self._count("dropped", reason))
+        self._worth = Worth(metrics, self._shadow, gpu_hour_price, time.monotonic())
+        self.queue = PickQueue(lambda reason: metrics.count("unanalysed", reason))
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="analysis", daemon=True)
         self._repeated = RepeatedLog(_log)
@@ -97,9 +78,9 @@ class Analysis:
 
     def pages(self) -> dict[str, Callable[[Mapping[str, str]], tuple[int, Any]]]:
         return {
-            "/debug/funnel": lambda _query: (200, funnel(self._decisions.metrics)),
+            "/debug/funnel": lambda _query: (200, funnel(self._metrics)),
             "/debug/prefix_breaks": lambda _query: (200, self._breaks.page()),
-            "/debug/prefixes": lambda _query: (200, self._prefixes.page(self._holders, self._digest)),
+            "/debug/prefixes": lambda _query: (200, self._prefixes.page(self._holders)),
             "/debug/worth": lambda _query: (200, self._worth.page(time.monotonic())),
         }
 
@@ -117,22 +98,22 @@ class Analysis:
                         self._analyse(*item)
                 except Exception as error:
                     # Hostile bodies end here, and the thread must survive.
-                    self._count("dropped", "failed")
+                    self._metrics.count("unanalysed", "failed")
                     self._repeated.event("analysis_failed", "requests", "analysis failed", error=error)
                 time.sleep((time.thread_time() - began_s) * (1.0 / _SHARE - 1.0))
 
     def _analyse(self, tokenized: TokenizedRequest, decision: Decision) -> None:
         request, best, match = tokenized.request, decision.primary, decision.ranked.matches[0]
         keys, rate_of = tokenized.keys[0], self._pods.load_table.prefill_tokens_per_s
-        model = self._decisions.metrics.model_label(decision.model or "")
+        model = self._metrics.model_label(decision.model or "")
         head = request.request_id, time.time(), model, hash((request.model, request.cache_salt))
         parts, ids = read_parts(request, self._key), tokenized.tokens.prompts[0]
         session, is_new, found = self._breaks.observe(
             Prompt(*head, parts, ids, best.cached_tokens, rate_of(best.pod))
         )
         if found is not None:
-            self._count("breaks", model, found.part)
-            self._count("lost", model, found.part, number=found.lost_tokens)
+            self._metrics.count("breaks", model, found.part)
+            self._metrics.count("lost", model, found.part, number=found.lost_tokens)
             self._decisions.prefix_broke(found.request_id, msgspec.structs.asdict(found))
         held = max(match.longest, *match.behind[:2])
         if is_new:
@@ -145,13 +126,6 @@ class Analysis:
         flight = Flight(model, tenant, tokens, best.cached_tokens, best.host_tokens, placed, rates)
         self._worth.begin(decision.key, flight)
 
-    def _count(self, name: str, *labels: str, number: float = 1.0) -> None:
-        with self._metrics_lock:
-            self._counters[name].add(labels, number)
-
     def _holders(self, keys: Keys) -> list[str]:
         match = self._index.match(keys, frozenset(self._pods.current))
         return [pod for pod, row in match.rows.items() if match.held[row] >= len(keys)]
-
-    def _digest(self, key: int) -> str:
-        return blake2b(key.to_bytes(8, "little"), digest_size=8, key=self._key).hexdigest()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from indexer.keys import Keys
+from router.analysis.parts import shown_digest
 
 _BLOCKS_MIN, _BLOCKS_MAX = 4, 1 << 14
 _SHOWN = 20
@@ -28,8 +29,8 @@ class _Prefix(NamedTuple):
 class HotPrefixes:
     """Heavy hitters among shared prefixes, in at most 16 MB. Not thread-safe, but for `page`."""
 
-    def __init__(self, block_tokens: int, entries_max: int = 128) -> None:
-        self._block_tokens, self._entries_max = block_tokens, entries_max
+    def __init__(self, block_tokens: int, key: bytes, entries_max: int = 128) -> None:
+        self._block_tokens, self._key, self._entries_max = block_tokens, key, entries_max
         self._entries: dict[int, _Prefix] = {}
 
     def began(self, keys: Keys, held_blocks: int) -> None:
@@ -45,19 +46,17 @@ class HotPrefixes:
             sessions = self._entries.pop(rarest).sessions
         self._entries[last] = _Prefix(keys[:held_blocks].copy(), sessions + 1, sessions)
 
-    def page(
-        self, holders: Callable[[Keys], Sequence[str]], digest: Callable[[int], str]
-    ) -> dict[str, list[dict[str, Any]]]:
+    def page(self, holders: Callable[[Keys], Sequence[str]]) -> dict[str, list[dict[str, Any]]]:
         """Return the hottest prefixes, with how many sessions are proven to begin with each."""
-        shared = [each for each in self._entries.copy().items() if each[1].proven > 1]
-        shared.sort(key=lambda each: each[1].proven, reverse=True)
+        shared = [each for each in self._entries.copy().values() if each.proven > 1]
+        shared.sort(key=lambda each: each.proven, reverse=True)
         prefixes = [
             {
-                "digest": digest(key),
+                "digest": shown_digest(each.keys[-1:].tobytes(), self._key),
                 "tokens": len(each.keys) * self._block_tokens,
                 "hits": each.proven,
                 "pods": list(holders(each.keys)),
             }
-            for key, each in shared[:_SHOWN]
+            for each in shared[:_SHOWN]
         ]
         return {"prefixes": prefixes}

@@ -72,6 +72,11 @@ def read_parts(request: RouteRequest, key: bytes) -> Parts:
     )
 
 
+def shown_digest(data: bytes, key: bytes) -> str:
+    """Return a keyed digest as text."""
+    return blake2b(data, digest_size=8, key=key).hexdigest()
+
+
 def _digest(raw: bytes | msgspec.Raw, key: bytes) -> int:
     text = bytes(raw)
     if _MARK in text:
@@ -82,4 +87,4 @@ def _digest(raw: bytes | msgspec.Raw, key: bytes) -> int:
                 if isinstance(marked, dict):
                     marked.pop(_MARK.decode(), None)
         text = msgspec.json.encode(value)
-    return int.from_bytes(blake2b(text, digest_size=8, key=key).digest(), "little")
+    return int(shown_digest(text, key), 16)

@@ -8,11 +8,12 @@ that what these caches leave out (host tiers, deadlines) is left out of every po
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from indexer import DispatchKey
 from router.analysis.shadow import LEAST_REQUESTS, OURS, POLICIES, ROUND_ROBIN, Placed, Shadow
+from router.observe.metrics import RouterMetrics
 
 COMPUTED, DEVICE, HOST = "computed", "device", "host"
 _IN_FLIGHT_MAX = 10_000
@@ -43,19 +44,17 @@ class Worth:
     """Sums over all requests. Not thread-safe, but for `page`.
 
     Args:
+        metrics: Holds the sums by model and by policy.
         gpu_hour_price: Of the GPUs of one pod; None if the operator gave none.
-        count: Called with a counter's name, labels and `number`.
     """
 
     def __init__(
-        self, shadow: Shadow, gpu_hour_price: float | None, started_s: float, count: Callable[..., None]
+        self, metrics: RouterMetrics, shadow: Shadow, gpu_hour_price: float | None, started_s: float
     ) -> None:
-        self._shadow, self._price, self._started_s, self._count = shadow, gpu_hour_price, started_s, count
+        self._metrics, self._shadow, self._price, self._started_s = metrics, shadow, gpu_hour_price, started_s
         self._in_flight: OrderedDict[DispatchKey, Flight] = OrderedDict()
         self._blocks = 0
-        self._models: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._tenants: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        self._tokens, self._prefill_s = dict.fromkeys(POLICIES, 0.0), dict.fromkeys(POLICIES, 0.0)
         # Of sampled requests whose pod reported its cached tokens: computed in our caches, and in truth.
         self._checked, self._true = 0, 0
 
@@ -63,11 +62,8 @@ class Worth:
         """Record a pick."""
         for policy, tokens in flight.placed.computed.items():
             computed, rate = tokens / flight.placed.sample, flight.tokens_per_s[flight.placed.pods[policy]]
-            seconds = computed / rate if rate > 0.0 else 0.0
-            self._tokens[policy] += computed
-            self._prefill_s[policy] += seconds
-            self._count("policy_tokens", policy, number=computed)
-            self._count("policy_s", policy, number=seconds)
+            self._metrics.count("policy_tokens", policy, number=computed)
+            self._metrics.count("policy_s", policy, number=computed / rate if rate > 0.0 else 0.0)
         self._in_flight[key] = flight
         self._blocks += len(flight.placed.keys)
         while len(self._in_flight) > _IN_FLIGHT_MAX or self._blocks > _IN_FLIGHT_BLOCKS_MAX:
@@ -86,49 +82,58 @@ class Worth:
         if cached_tokens is not None and flight.placed.computed:
             self._checked += flight.placed.computed[OURS]
             self._true += tokens[COMPUTED]
-        self._models[flight.model].update(tokens)
         if (tenant := flight.tenant) is not None:
             known = tenant in self._tenants or len(self._tenants) < _TENANTS_MAX
             self._tenants[tenant if known else _OTHER].update(tokens)
         for source, number in tokens.items():
-            self._count("served", flight.model, source, number=number)
+            self._metrics.count("sources", flight.model, source, number=number)
 
     def page(self, now_s: float) -> dict[str, Any]:
         """Return the sums, and what would be lost a day without kvroute."""
         days = max(now_s - self._started_s, 1.0) / _DAY_S
+        tokens, seconds, models = (
+            self._sums("policy_tokens"),
+            self._sums("policy_s"),
+            defaultdict[str, Any](dict),
+        )
+        for (model, source), number in self._metrics.values("sources").items():
+            models[model][source] = int(number)
         saved = {}
         for policy in _NAMES:
-            seconds = (self._prefill_s[policy] - self._prefill_s[OURS]) / days
-            hours = seconds / _HOUR_S
+            saved_s = (seconds[policy] - seconds[OURS]) / days
+            hours = saved_s / _HOUR_S
             money = None if self._price is None else hours * self._price
-            saved[policy] = {"prefill_s": seconds, "gpu_hours": hours, "money": money}
+            saved[policy] = {"prefill_s": saved_s, "gpu_hours": hours, "money": money}
         return {
             "days": days,
             "sample": self._shadow.sample,
             "price_per_gpu_hour": self._price,
             "policies": {
-                policy: {"computed_tokens": round(self._tokens[policy]), "prefill_s": self._prefill_s[policy]}
+                policy: {"computed_tokens": round(tokens[policy]), "prefill_s": seconds[policy]}
                 for policy in POLICIES
             },
-            "models": {model: dict(tokens) for model, tokens in self._models.copy().items()},
-            "tenants": {tenant: dict(tokens) for tenant, tokens in self._tenants.copy().items()},
+            "models": models,
+            "tenants": {tenant: dict(each) for tenant, each in self._tenants.copy().items()},
             "saved_per_day": saved,
-            "verdict": self._verdict(),
+            "verdict": self._verdict(seconds),
         }
 
-    def _verdict(self) -> str:
-        ours = self._prefill_s[OURS]
-        if not ours:
+    def _sums(self, name: str) -> dict[str, float]:
+        values = self._metrics.values(name)
+        return {policy: values.get((policy,), 0.0) for policy in POLICIES}
+
+    def _verdict(self, seconds: Mapping[str, float]) -> str:
+        if not seconds[OURS]:
             return "Nothing is known yet: no request was seen whose pods tell the size of their cache."
-        more = {name: self._prefill_s[policy] / ours - 1.0 for policy, name in _NAMES.items()}
+        more = [(name, seconds[policy] / seconds[OURS] - 1.0) for policy, name in _NAMES.items()]
         clauses = [
-            f"behind {name} the pods would spend {share:.0%} more on prefill"
+            f"Behind {name} the pods would spend {share:.0%} more on prefill."
             if share >= _NOTABLE
-            else f"against {name} you would lose nothing without kvroute"
-            for name, share in more.items()
+            else f"Against {name} you would lose nothing without kvroute."
+            for name, share in more
         ]
-        text = "; ".join(clauses)
-        text = f"{text[0].upper()}{text[1:]}."
         if self._true and abs(error := self._checked / self._true - 1.0) > _DOUBTFUL:
-            text += f" Doubtful: for kvroute's own picks the estimate is {error:+.0%} off what pods reported."
-        return text
+            clauses.append(
+                f"Doubtful: the estimate of kvroute's own tokens is {error:+.0%} off the reported ones."
+            )
+        return " ".join(clauses)

@@ -201,7 +201,7 @@ class RouterServer:
         registry.register(self._fleet)
         self.watch = opened.enter_context(closing(self._pod_watch()))
         self._analysis = opened.enter_context(
-            closing(build_analysis(config, self.pods, self.index, self.decision_log, registry))
+            closing(build_analysis(config, self.pods, self.index, self.decision_log))
         )
         routed = Router(
             pods=self.pods,

@@ -145,12 +145,10 @@ def build_scheduler(config: RouterConfig, pods: PodSet, ledger: Ledger, ranker: 
     )
 
 
-def build_analysis(
-    config: RouterConfig, pods: PodSet, index: KvIndexer, decisions: DecisionLog, registry: CollectorRegistry
-) -> Analysis:
+def build_analysis(config: RouterConfig, pods: PodSet, index: KvIndexer, decisions: DecisionLog) -> Analysis:
     """Build the analysis of picks, and feed it the ends of requests."""
     price, names_tenants = config.gpu_hour_price, config.salt_from is not None
-    analysis = Analysis(pods, index, decisions, registry, price, names_tenants=names_tenants)
+    analysis = Analysis(pods, index, decisions, price, names_tenants=names_tenants)
     decisions.on_end = analysis.queue.ended
     return analysis
 

@@ -35,6 +35,8 @@ _STREAM_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 120, 30
 _TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _MODEL_LABELS = ("model_name", "target_model_name", "fairness_id", "priority")
 
+_PARTS, _SOURCES = ("model", "part"), ("model", "source")
+
 _EPP, _OURS = "llm_d_epp_", "kvroute_router_"
 
 # By name in this module: name of the metric, help text, labels.
@@ -73,11 +75,13 @@ _COUNTERS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
         (),
     ),
     "delivered": (_OURS + "delivered_cached_tokens_total", "Cached tokens reported by the pods.", ()),
-    "told": (
-        _OURS + "told_prompt_tokens_total",
-        "Prompt tokens of the same requests: all of them, and those cached.",
-        ("model", "part"),
-    ),
+    "told": (_OURS + "told_prompt_tokens_total", "Prompt tokens of these requests: all, cached.", _PARTS),
+    "breaks": (_OURS + "prefix_breaks_total", "Prompts that left their session's last one.", _PARTS),
+    "lost": (_OURS + "prefix_break_lost_tokens_total", "Tokens not cached for these breaks.", _PARTS),
+    "sources": (_OURS + "served_prompt_tokens_total", "Prompt tokens by what served them.", _SOURCES),
+    "policy_tokens": (_OURS + "policy_computed_tokens_total", "Tokens computed, estimated.", ("policy",)),
+    "policy_s": (_OURS + "policy_prefill_seconds_total", "Seconds of their prefill, estimated.", ("policy",)),
+    "unanalysed": (_OURS + "analysis_dropped_total", "Requests left out: busy, large, failed.", ("reason",)),
     "ends": (_OURS + "request_ends_total", "Ended requests by source of the report.", ("source", "outcome")),
     "stateful": (
         _OURS + "stateful_requests_total",

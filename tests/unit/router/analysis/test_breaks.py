@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -37,7 +38,7 @@ class Watch:
     """Sessions of chats, one after the other."""
 
     def __init__(self, **settings: Any) -> None:
-        self.breaks = PrefixBreaks(BLOCK, KEY, **settings)
+        self.breaks, self.ids = PrefixBreaks(BLOCK, KEY, **settings), count()
 
     def turn(
         self,
@@ -55,7 +56,9 @@ class Watch:
         )
         tokens = ids(messages, tools) if tokens is None else tokens
         parts = read_parts(request, KEY)
-        return self.breaks.observe(Prompt("r", 5.0, "m", scope, parts, tokens, cached, 100.0))[2]
+        return self.breaks.observe(
+            Prompt(str(next(self.ids)), 5.0, "m", scope, parts, tokens, cached, 100.0)
+        )[2]
 
 
 def talk(*contents: str, system: str = "Be brief. " * 20) -> list[Message]:
@@ -193,3 +196,15 @@ def test_no_text_is_shown() -> None:
         pages.append(watch.breaks.page())
     assert "ecret" not in json.dumps(pages)
     assert pages[0]["breaks"][0]["digest"] != pages[1]["breaks"][0]["digest"]
+
+
+def test_interleaved_chats_with_one_first_question_are_kept_apart() -> None:
+    """Without ids, chats that share a first question are told apart by their last two messages."""
+    watch = Watch()
+    turns = [
+        talk(*["Hello", *LONG[4 * user :]][: 2 * turn + 1], system=f"You serve user {user}. " * 20)
+        for turn in range(3)
+        for user in range(3)
+    ]
+    assert [watch.turn(messages) for messages in turns] == [None] * 9
+    assert [session["turns"] for session in watch.breaks.page()["sessions"]] == [3, 3, 3]

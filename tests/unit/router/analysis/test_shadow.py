@@ -115,10 +115,10 @@ def test_the_sample_keeps_all_caches_within_their_bound() -> None:
 @given(st.lists(st.integers(0, 8), max_size=200))
 def test_heavy_prefixes_are_kept_and_never_overcounted(begun: list[int]) -> None:
     """A prefix shows at most the sessions that began with it, and all of them while there is room."""
-    hot, entries = HotPrefixes(BLOCK, entries_max=4), 4
+    hot, entries = HotPrefixes(BLOCK, b"k", entries_max=4), 4
     for prefix in begun:
         hot.began(keys(*(100 * prefix + at for at in range(6))), 5)
-    page = hot.page(lambda found: [str(int(found[-1]) // 100)], str)
+    page = hot.page(lambda found: [str(int(found[-1]) // 100)])
     for shown in page["prefixes"]:
         assert shown["hits"] <= begun.count(int(shown["pods"][0]))
         assert shown["tokens"] == 5 * BLOCK
