@@ -105,7 +105,10 @@ class PrefixBreaks:
             number = hash((*names[-1:], "" if prompt.parts.session else prompt.request_id))
             if number in self._sessions:
                 self._forget(number)
-            known, found = _Session(f"{number % (1 << 64):016x}", tokens, prompt.parts, names), None
+            known, found = (
+                _Session(shown_digest(repr(number).encode(), self._key), tokens, prompt.parts, names),
+                None,
+            )
         else:
             known = self._forget(number)
             found = self._compared(prompt, known, tokens)

@@ -64,6 +64,7 @@ class Analysis:
         self._shadow = Shadow(index.block_tokens)
         self._worth = Worth(metrics, self._shadow, gpu_hour_price, time.monotonic())
         self.queue = PickQueue(lambda reason: metrics.count("unanalysed", reason))
+        self._rates: dict[str, float] = {}  # of the pods in use since the last look at the queue
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="analysis", daemon=True)
         self._repeated = RepeatedLog(_log)
@@ -89,6 +90,7 @@ class Analysis:
             loads = {address: pod.load for address, pod in self._pods.current.items()}
             sizes = {pod: load.kv_capacity_tokens for pod, load in loads.items() if load is not None}
             self._shadow.resize({pod: size for pod, size in sizes.items() if size})
+            self._rates.clear()
             while (item := self.queue.take()) is not None and not self._stopping.is_set():
                 began_s = time.thread_time()
                 try:
@@ -104,12 +106,12 @@ class Analysis:
 
     def _analyse(self, tokenized: TokenizedRequest, decision: Decision) -> None:
         request, best, match = tokenized.request, decision.primary, decision.ranked.matches[0]
-        keys, rate_of = tokenized.keys[0], self._pods.load_table.prefill_tokens_per_s
+        keys, pods = tokenized.keys[0], decision.ranked.pods
         model = self._metrics.model_label(decision.model or "")
         head = request.request_id, time.time(), model, hash((request.model, request.cache_salt))
-        parts, ids = read_parts(request, self._key), tokenized.tokens.prompts[0]
+        parts, ids = read_parts(request), tokenized.tokens.prompts[0]
         session, is_new, found = self._breaks.observe(
-            Prompt(*head, parts, ids, best.cached_tokens, rate_of(best.pod))
+            Prompt(*head, parts, ids, best.cached_tokens, self._rate(best.pod))
         )
         if found is not None:
             self._metrics.count("breaks", model, found.part)
@@ -118,13 +120,18 @@ class Analysis:
         held = max(match.longest, *match.behind[:2])
         if is_new:
             self._prefixes.began(keys, held)
-        tokens, pods = decision.prompt_tokens, decision.ranked.pods
+        tokens = decision.prompt_tokens
         prompt = Blocks(session, keys, tokens, held, int(match.strides.max(initial=1)))
         placed = self._shadow.begin(model, pods, best.pod, prompt)
-        rates = {pod: rate_of(pod) for pod in placed.pods.values()}
+        rates = {pod: self._rate(pod) for pod in placed.pods.values()}
         tenant = (request.cache_salt or "")[:_TENANT_CHARS] if self._names_tenants else None
         flight = Flight(model, tenant, tokens, best.cached_tokens, best.host_tokens, placed, rates)
         self._worth.begin(decision.key, flight)
+
+    def _rate(self, pod: str) -> float:
+        if pod not in self._rates:
+            self._rates[pod] = self._pods.load_table.prefill_tokens_per_s(pod)
+        return self._rates[pod]
 
     def _holders(self, keys: Keys) -> list[str]:
         match = self._index.match(keys, frozenset(self._pods.current))

@@ -1,4 +1,4 @@
-"""Parts of a request's prompt as keyed digests: session id, system prompt, tools, messages. Keeps no text."""
+"""Hashes of the parts of a request's prompt: session id, system prompt, tools, messages. Keeps no text."""
 
 from __future__ import annotations
 
@@ -31,21 +31,18 @@ _MESSAGE = msgspec.json.Decoder(_Message)
 
 
 class Parts(NamedTuple):
-    """Keyed 64-bit digests of a prompt's parts; 0 stands for a part that is absent."""
+    """Hashes of a prompt's parts, by Python's hash, which differs from process to process."""
 
-    session: int = 0  # of the session id that the client sent
+    session: int = 0  # of the session id that the client sent; 0: none
     system: int = 0
     tools: int = 0
-    messages: NDArray[np.uint64] = np.zeros(0, np.uint64)  # in their order, a system message included
-    first_user: int = 0
+    messages: NDArray[np.int64] = np.zeros(0, np.int64)  # in their order, a system message included
+    first_user: int = 0  # 0: there is no user message
     is_system_first: bool = False  # whether the system prompt is the first message
 
 
-def read_parts(request: RouteRequest, key: bytes) -> Parts:
-    """Return the digests of a request's parts; there are no messages where the API has none.
-
-    Args:
-        key: Secret of up to 64 bytes, without which a digest tells nothing of the text.
+def read_parts(request: RouteRequest) -> Parts:
+    """Return the hashes of a request's parts; there are no messages where the API has none.
 
     Raises:
         msgspec.MsgspecError, RecursionError: The body is not what the API demands.
@@ -57,34 +54,34 @@ def read_parts(request: RouteRequest, key: bytes) -> Parts:
     if _MARK in raw:
         raw = msgspec.json.encode(msgspec.json.decode(raw))  # written as the rest of a marked message
     items = _ITEMS.decode(raw)[:_MESSAGES_MAX] if raw.startswith(b"[") else []
-    messages = [_digest(item, key) for item in items]
+    messages = [hash(_unmarked(bytes(item))) for item in items]
     roles = [_MESSAGE.decode(item).role for item in items[:8]]
     is_system_first = roles[:1] in (["system"], ["developer"])
     user = metadata.get("user_id") if isinstance(metadata, dict) else None
-    session, tools = session_of(request) or user, body.get("tools")
+    session = session_of(request) or user
     return Parts(
-        _digest(msgspec.json.encode(session), key) if session else 0,
-        messages[0] if is_system_first else _digest(msgspec.json.encode(body.get(outside)), key),
-        _digest(msgspec.json.encode(tools), key) if tools else 0,
-        np.array(messages, np.uint64),
+        hash(msgspec.json.encode(session)) if session else 0,
+        messages[0] if is_system_first else hash(_unmarked(msgspec.json.encode(body.get(outside)))),
+        hash(_unmarked(msgspec.json.encode(body.get("tools")))),
+        np.array(messages, np.int64),
         messages[roles.index("user")] if "user" in roles else 0,
         is_system_first,
     )
 
 
 def shown_digest(data: bytes, key: bytes) -> str:
-    """Return a keyed digest as text."""
+    """Return a digest for operators, which tells nothing of the data without the key of up to 64 bytes."""
     return blake2b(data, digest_size=8, key=key).hexdigest()
 
 
-def _digest(raw: bytes | msgspec.Raw, key: bytes) -> int:
-    text = bytes(raw)
-    if _MARK in text:
-        value = msgspec.json.decode(text)
-        for block in value if isinstance(value, list) else (value,):
-            content = block.get("content") if isinstance(block, dict) else None
-            for marked in (block, *(content if isinstance(content, list) else ())):
-                if isinstance(marked, dict):
-                    marked.pop(_MARK.decode(), None)
-        text = msgspec.json.encode(value)
-    return int(shown_digest(text, key), 16)
+def _unmarked(text: bytes) -> bytes:
+    """Return JSON of a part without marks."""
+    if _MARK not in text:
+        return text
+    value = msgspec.json.decode(text)
+    for block in value if isinstance(value, list) else (value,):
+        content = block.get("content") if isinstance(block, dict) else None
+        for marked in (block, *(content if isinstance(content, list) else ())):
+            if isinstance(marked, dict):
+                marked.pop(_MARK.decode(), None)
+    return msgspec.json.encode(value)

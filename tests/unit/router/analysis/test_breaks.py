@@ -55,7 +55,7 @@ class Watch:
             messages, {"x-session-id": session} if session else {}, **({"tools": tools} if tools else {})
         )
         tokens = ids(messages, tools) if tokens is None else tokens
-        parts = read_parts(request, KEY)
+        parts = read_parts(request)
         return self.breaks.observe(
             Prompt(str(next(self.ids)), 5.0, "m", scope, parts, tokens, cached, 100.0)
         )[2]
@@ -129,7 +129,7 @@ def test_moved_cache_marks_change_no_message() -> None:
     marked = [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]
     plain = [{"type": "text", "text": "x"}]
     one, other = (
-        read_parts(chat([{"role": "user", "content": content}], system=content), KEY)
+        read_parts(chat([{"role": "user", "content": content}], system=content))
         for content in (marked, plain)
     )
     assert one.messages.tolist() == other.messages.tolist()
