@@ -36,6 +36,7 @@ from benchmarks.report import Options, read_options
 from indexer import IndexerConfig, KvIndexer, PodStream, StreamState
 from indexer.pod_entry import PodEntry
 from router._pb import endpoint_picker_pb2 as pb
+from router.analysis.feed import Analysis
 from router.doors.boundary import BodyGuard
 from router.doors.ext_authz import ExtAuthzService
 from router.doors.health import CHECK_SERVICE, PICK_SERVICE
@@ -117,7 +118,10 @@ class Inside:
             dispatched=self.lifecycle.decided,
             failures=self.lifecycle.failures,
         )
-        self.router = ObservedRouter(routed, metrics)
+        self._analysis = Analysis(pods, self.index, decision_log)
+        decision_log.on_end = self._analysis.queue.ended
+        self._analysis.start()
+        self.router = ObservedRouter(routed, metrics, picked=self._analysis.queue.picked)
         check = ExtAuthzService(self.router, BodyGuard(), metrics, _BODY_BYTES_MAX)
         self.answer = _served(_handler(check, f"/{CHECK_SERVICE}/Check"))
         picks = EndpointPickerService(self.router, self.lifecycle, metrics, pods)
@@ -151,6 +155,7 @@ class Inside:
 
     def close(self) -> None:
         """Stop the router's threads and the pods."""
+        self._analysis.close()
         self.index.close()
         self.tokenizers.close()
         self._events.kill()

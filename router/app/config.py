@@ -254,6 +254,9 @@ class RouterConfig:
         "time that SIGTERM waits for running picks and response streams (default: 30s)",
     )
     sync_timeout_s: float = 10.0
+    gpu_hour_price: float | None = _serving(
+        "--gpu-hour-price", positive_number, None, "of one pod, in any currency; used by /debug/worth"
+    )
     tracing: bool = switch(
         _PROCESS,
         "--tracing",

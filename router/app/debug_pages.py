@@ -210,6 +210,7 @@ class DebugPages:
     routers: Callable[[float], Sequence[Mapping[str, Any]]]  # returns the peer routers' state at a time
     picks_ignored: Callable[[], str | None]  # returns the finding that the gateway ignores picks
     renderings: Callable[[], Mapping[str, Any]]  # returns the models whose pods render without being told to
+    more: Mapping[str, Page]  # further pages
 
     def pages(self) -> dict[str, Page]:
         return {
@@ -219,6 +220,7 @@ class DebugPages:
             "/debug/pods": self._pod_list,
             "/debug/discovery": lambda _query: (200, self.source.status(time.monotonic())),
             "/debug/plugins/state": lambda _query: (200, {"plugins": self.plugins()}),
+            **self.more,
         }
 
     def _is_ready(self, _query: Query) -> tuple[int, Any]:

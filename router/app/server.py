@@ -22,6 +22,7 @@ from router.app.explain import Explainer
 from router.app.process import StopSignals, set_up_logs, trim_heap, tune_gc, use_single_arena
 from router.app.wiring import (
     build_admission,
+    build_analysis,
     build_ranker,
     build_scheduler,
     kv_connector_sign,
@@ -155,6 +156,7 @@ class RouterServer:
             self._flow.start()
         for grpc in (*self._grpc.values(), self._grpc_health):
             grpc.start()
+        self._analysis.start()
         self._debug.start()
         self._fleet.start()
         _log.info("listening: %s", ", ".join(f"{name} {port}" for name, port in self.ports.items()))
@@ -199,6 +201,9 @@ class RouterServer:
         opened.callback(self._fleet.close)
         registry.register(self._fleet)
         self.watch = opened.enter_context(closing(self._pod_watch()))
+        self._analysis = opened.enter_context(
+            closing(build_analysis(config, self.pods, self.index, self.decision_log))
+        )
         routed = Router(
             pods=self.pods,
             tokenizers=self._tokenizers,
@@ -211,7 +216,9 @@ class RouterServer:
             flow=self._flow,
         )
         routers = [
-            ObservedRouter(routed, self._metrics, self._traces, self.lifecycle.states, pool)
+            ObservedRouter(
+                routed, self._metrics, self._traces, self.lifecycle.states, self._analysis.queue.picked, pool
+            )
             for pool in pool_ports(config)
         ]
         self.router = routers[0]
@@ -263,6 +270,7 @@ class RouterServer:
             routers=self._fleet.status,
             picks_ignored=lambda: self.lifecycle.outcomes.picks_ignored,
             renderings=self._tokenizers.renderings,
+            more=self._analysis.pages(),
         )
 
     def _services(

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 from cachetools import LRUCache
 
+from indexer import DispatchKey
 from router.inflight.dispatch import Dispatch
 from router.observe.metrics import RouterMetrics
 from router.picking.decision import Decision
@@ -36,6 +37,7 @@ class _Record(msgspec.Struct, eq=False):
     delivered_cached_tokens: int | None = None
     output_tokens: int | None = None
     model_output_tokens: float | None = None  # mean of the model when the request was decided
+    prefix_break: dict[str, Any] | None = None
 
 
 @dataclass(eq=False)
@@ -48,6 +50,8 @@ class DecisionLog:
     # Candidates of all decisions kept, including filtered ones, weighted by the number of prompts. Limits
     # memory: with hundreds of pods, fewer decisions are kept.
     candidates_max: int = 100_000
+    # Called with each ended dispatch, and its cached and output tokens if they were reported.
+    on_end: Callable[[DispatchKey, int | None, int | None], None] = lambda *_: None
 
     def __post_init__(self) -> None:
         self._candidates = 0
@@ -101,6 +105,7 @@ class DecisionLog:
             pod: Pod of the request, if `dispatch` is unknown.
         """
         if dispatch is not None:
+            self.on_end(dispatch.key, cached_tokens, output_tokens)
             self.metrics.count("ends", source, "failed" if failed else "done")
             if late_s is not None:
                 self.metrics.observe("late", late_s, "end", source)
@@ -126,6 +131,15 @@ class DecisionLog:
         if reported is None and is_predicted:
             self.metrics.count("compared", number=decision.primary.cached_tokens)
             self.metrics.count("delivered", number=cached_tokens)
+            model = self.metrics.model_label(decision.model or "")
+            self.metrics.count("told", model, "all", number=decision.prompt_tokens)
+            self.metrics.count("told", model, "cached", number=cached_tokens)
+
+    def prefix_broke(self, request_id: str, record: dict[str, Any]) -> None:
+        """Record where a decision's prompt left the last one of its session."""
+        with self._lock:
+            if (known := self._records.get(request_id)) is not None:
+                known.prefix_break = record
 
     def reported_late(self, event: str, source: str, late_s: float) -> None:
         """Record the seconds between the first report of an event and this source's."""
@@ -205,6 +219,7 @@ class DecisionLog:
                 for at, candidate in enumerate(decision.ranked)
             ],
             "excluded": [{"pod": pod, "reason": reason} for pod, reason in excluded.items()],
+            "prefix_break": record.prefix_break,
             "prefill_end": record.prefill_end,
             "end": record.end,
         }

@@ -35,6 +35,8 @@ _STREAM_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 120, 30
 _TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _MODEL_LABELS = ("model_name", "target_model_name", "fairness_id", "priority")
 
+_PARTS, _SOURCES = ("model", "part"), ("model", "source")
+
 _EPP, _OURS = "llm_d_epp_", "kvroute_router_"
 
 # By name in this module: name of the metric, help text, labels.
@@ -73,6 +75,13 @@ _COUNTERS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
         (),
     ),
     "delivered": (_OURS + "delivered_cached_tokens_total", "Cached tokens reported by the pods.", ()),
+    "told": (_OURS + "told_prompt_tokens_total", "Prompt tokens of these requests: all, cached.", _PARTS),
+    "breaks": (_OURS + "prefix_breaks_total", "Prompts that left their session's last one.", _PARTS),
+    "lost": (_OURS + "prefix_break_lost_tokens_total", "Tokens not cached for these breaks.", _PARTS),
+    "sources": (_OURS + "served_prompt_tokens_total", "Prompt tokens by what served them.", _SOURCES),
+    "policy_tokens": (_OURS + "policy_computed_tokens_total", "Tokens computed, estimated.", ("policy",)),
+    "policy_s": (_OURS + "policy_prefill_seconds_total", "Seconds of their prefill, estimated.", ("policy",)),
+    "unanalysed": (_OURS + "analysis_dropped_total", "Requests left out: busy, large, failed.", ("reason",)),
     "ends": (_OURS + "request_ends_total", "Ended requests by source of the report.", ("source", "outcome")),
     "stateful": (
         _OURS + "stateful_requests_total",
@@ -158,8 +167,8 @@ class RouterMetrics:
                 self._histograms["picking"].observe(took_s)
             return
         best, client, count = decision.primary, decision.client_model, self._counters
-        model = self._model_label(decision.model or "")
-        named = model if client is None else self._model_label(client)
+        model = self.model_label(decision.model or "")
+        named = model if client is None else self.model_label(client)
         labels = named, model, "", str(decision.priority)
         with self._lock:
             self._histograms["picking"].observe(took_s)
@@ -178,7 +187,7 @@ class RouterMetrics:
                 count["predicted"].add((), best.cached_tokens)
                 count["best"].add((), decision.ranked.most_cached_tokens)
 
-    def _model_label(self, model: str) -> str:
+    def model_label(self, model: str) -> str:
         """Return a model's name; "other" for a long one, and for all but the first names."""
         if model in self._models:
             return model
@@ -187,6 +196,11 @@ class RouterMetrics:
                 return "other"
             self._models.add(model)
             return model
+
+    def values(self, name: str) -> dict[tuple[str, ...], float]:
+        """Return the values of a counter by its labels; `name` as in `_COUNTERS`."""
+        samples = (sample for family in self._counters[name].collect() for sample in family.samples)
+        return {tuple(sample.labels.values()): sample.value for sample in samples}
 
     def refused(self, error: RequestError) -> None:
         """Count an error response, without the model's name: clients could create any number of series."""
@@ -230,7 +244,7 @@ def gauge(
     return family
 
 
-_UNCACHEABLE = (Cause.NEVER_CACHED, Cause.PARTIAL_BLOCK, Cause.OTHER_SCOPE)
+UNCACHEABLE = (Cause.NEVER_CACHED, Cause.PARTIAL_BLOCK, Cause.OTHER_SCOPE)
 
 
 @dataclass(eq=False, slots=True)
@@ -244,7 +258,7 @@ class _CeilingCollector(Collector):
         for sample in (sample for family in self.tokens.collect() for sample in family.samples):
             model, cause = sample.labels["model"], sample.labels["cause"]
             known[model] += int(sample.value) * (cause != Cause.UNKNOWN)
-            uncacheable[model] += int(sample.value) * (cause in _UNCACHEABLE)
+            uncacheable[model] += int(sample.value) * (cause in UNCACHEABLE)
         shares = [([model], 1.0 - uncacheable[model] / tokens) for model, tokens in known.items() if tokens]
         yield gauge(_OURS + "cacheable_ceiling", self.__doc__ or "", ("model",), shares)
 

@@ -113,6 +113,7 @@ class Router:
         request: RouteRequest,
         now_s: float,
         is_active: Callable[[], bool] | None = None,
+        picked: Callable[[TokenizedRequest, Decision], None] | None = None,
         step_done: Callable[[], None] = lambda: None,
     ) -> Decision:
         """Pick a pod and enter the request into the ledger.
@@ -120,6 +121,7 @@ class Router:
         Args:
             now_s: Arrival of the request, on the router's monotonic clock.
             is_active: Returns whether the client is still connected; None if that is unknown.
+            picked: Called with the request's tokens and its decision.
             step_done: Called once the candidates are known, and again once the index has been matched.
 
         Raises:
@@ -127,13 +129,15 @@ class Router:
         """
         started_s = self.clock()
         if self.flow is None:
-            decision, displaced = self._routed(request, started_s, now_s, step_done)
+            tokenized, decision, displaced = self._routed(request, started_s, now_s, step_done)
         else:
             with self.flow.admit(request, is_active):
                 waited_s = self.clock() - started_s
                 begun_s = started_s + waited_s
-                decision, displaced = self._routed(request, begun_s, now_s + waited_s, step_done)
+                tokenized, decision, displaced = self._routed(request, begun_s, now_s + waited_s, step_done)
         self.dispatched(decision, displaced, now_s)
+        if picked is not None:
+            picked(tokenized, decision)
         return decision
 
     def explain(self, request: RouteRequest, now_s: float) -> Decision:
@@ -144,7 +148,7 @@ class Router:
         Raises:
             RequestError: The request cannot be routed.
         """
-        return self._routed(request, self.clock(), now_s, lambda: None, dry=True)[0]
+        return self._routed(request, self.clock(), now_s, lambda: None, dry=True)[1]
 
     def _routed(
         self,
@@ -154,7 +158,7 @@ class Router:
         step_done: Callable[[], None],
         *,
         dry: bool = False,
-    ) -> tuple[Decision, Sequence[Dispatch]]:
+    ) -> tuple[TokenizedRequest, Decision, Sequence[Dispatch]]:
         candidates = self._candidates.get(request)
         priority = self.admission.admit(request.headers, candidates.rows, now_s)
         step_done()
@@ -171,7 +175,7 @@ class Router:
         with self._picking:
             decision, displaced = self._pick(tokenized, candidates, started_s, now_s, step_done)
         decision.ranked.causes = self._causes(tokenized, candidates, decision)
-        return decision, displaced
+        return tokenized, decision, displaced
 
     def _causes(
         self, tokenized: TokenizedRequest, candidates: CandidateSet, decision: Decision

@@ -1,0 +1,1 @@
+"""What the traffic shows operators: broken prefixes, losses before a hit, what the routing is worth."""
