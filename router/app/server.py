@@ -259,6 +259,7 @@ class RouterServer:
             routers=self._fleet.status,
             picks_ignored=lambda: self.lifecycle.outcomes.picks_ignored,
             renderings=self._tokenizers.renderings,
+            queued_s=self._scheduler.queued_s,
         )
 
     def _services(

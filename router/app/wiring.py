@@ -242,6 +242,7 @@ def listen_metrics(config: RouterConfig, registry: CollectorRegistry, pages: Deb
         tls=metrics_tls(config.metrics_tls) if config.metrics_tls is not None else None,
         authorize=_metrics_auth(config) if config.metrics_auth else None,
         admin=Admin(config.index.admin_token, pages.pods, pages.source, pages.index),
+        watch=pages.watch,
     )
 
 
