@@ -219,9 +219,7 @@ class DebugPages:
     routers: Callable[[float], Sequence[Mapping[str, Any]]]  # returns the peer routers' state at a time
     picks_ignored: Callable[[], str | None]  # returns the finding that the gateway ignores picks
     renderings: Callable[[], Mapping[str, Any]]  # returns the models whose pods render without being told to
-    queued_s: Callable[
-        [Sequence[str], float], Sequence[float]
-    ]  # returns the pods' queues in seconds at a time
+    queued_s: Callable[[Sequence[str], float], Sequence[float]]  # returns the queues of pods at a time
 
     def __post_init__(self) -> None:
         self._counted: TTLCache[str, dict[str, Any]] = TTLCache(2, _COUNT_EVERY_S)
