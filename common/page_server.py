@@ -1,7 +1,8 @@
 """HTTP/1.1 server for small pages such as /metrics, with bounded connections.
 
 One event loop on its own thread serves all connections, so idle and slow clients delay nobody. A connection
-serves one request, bounded in size and time: GET or HEAD, unless further methods are named.
+serves one request, bounded in size and time: GET or HEAD, unless further methods are named. The body of a
+response may be a stream, such as server-sent events: a client that does not take it in time is disconnected.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import aclosing, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from email.utils import formatdate
 from http import HTTPStatus
 from ssl import SSLContext
@@ -35,6 +36,9 @@ _HEAD_BYTES_MAX = 24 << 10
 _BODY_BYTES_MAX, _LARGE_BYTES, _LARGE_BODIES_MAX = 1 << 20, 64 << 10, 4
 _HEAD_S, _SEND_S = 5.0, 10.0
 _SENDING_MAX = 16
+STREAMS_MAX = 8
+# What a stream's client has not taken yet; beside it there is one part more.
+_STREAM_BYTES_MAX = 256 << 10
 _THREADS, _WAITING_MAX = 8, 64
 _TEXT = "text/plain; charset=utf-8"
 
@@ -47,8 +51,10 @@ class Response:
     """HTTP response."""
 
     status: int
-    body: bytes
+    # A generator's parts are sent as they come, to at most STREAMS_MAX clients at once.
+    body: bytes | AsyncGenerator[bytes, None]
     content_type: str = _TEXT
+    headers: Mapping[str, str] = field(default_factory=dict)  # besides those of every response
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +114,7 @@ class PageServer:
         # Oldest first: connections with an incomplete request, and connections that receive a response.
         self._asking: dict[_Connection, None] = {}
         self._sending: dict[_Connection, None] = {}
+        self._streams = 0
         self._failures = RepeatedLog(_log)
         self._large = asyncio.Semaphore(_LARGE_BODIES_MAX)
         self._loop = asyncio.new_event_loop()
@@ -178,12 +185,15 @@ class PageServer:
                     request = await self._read(reader)
                 self._asking.pop(connection, None)
                 response = await self._respond(request)
+                writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
+                if not isinstance(response.body, bytes):
+                    await self._stream(writer, request, response, response.body)
+                    return
                 if len(self._sending) >= _SENDING_MAX:
                     _cut_oldest(self._sending)
                 self._sending[connection] = None
                 async with asyncio.timeout(_SEND_S):
-                    writer = asyncio.StreamWriter(transport, protocol, reader, self._loop)
-                    writer.write(_head(response))
+                    writer.write(_head(response, len(response.body)))
                     if not request.is_head:
                         writer.write(response.body)
                     writer.close()
@@ -209,15 +219,54 @@ class PageServer:
         if read.error is not None:
             return _error(read.error)
         try:
-            return await self.answer(read.request)
+            response = await self.answer(read.request)
         except BusyError:
             return _error(HTTPStatus.SERVICE_UNAVAILABLE)
         except Exception as error:
-            path = read.request.path[:100]
-            self._failures.event(
-                "page_failed", path, "page failed: path=%s", path, level=logging.ERROR, error=error
-            )
+            self._failed(read, error)
             return _error(HTTPStatus.INTERNAL_SERVER_ERROR)
+        if isinstance(response.body, bytes) or self._streams < STREAMS_MAX:
+            return response
+        return Response(HTTPStatus.SERVICE_UNAVAILABLE, f"already {STREAMS_MAX} streams are open\n".encode())
+
+    async def _stream(
+        self,
+        writer: asyncio.StreamWriter,
+        read: _Reading,
+        response: Response,
+        parts: AsyncGenerator[bytes, None],
+    ) -> None:
+        """Send a response of unknown length; its end is that of the connection.
+
+        Raises:
+            TimeoutError: The client takes too long to receive a part.
+        """
+        writer.transport.set_write_buffer_limits(_STREAM_BYTES_MAX)
+        writer.write(_head(response, None))
+        self._streams += 1
+        try:
+            async with aclosing(parts):
+                if not read.is_head:
+                    async for part in parts:
+                        writer.write(part)
+                        async with asyncio.timeout(_SEND_S):
+                            await writer.drain()
+        except OSError:
+            raise
+        except Exception as error:
+            # The head has been sent: only the end of the connection can tell the client.
+            self._failed(read, error)
+        finally:
+            self._streams -= 1
+        async with asyncio.timeout(_SEND_S):
+            writer.close()
+            await writer.wait_closed()
+
+    def _failed(self, read: _Reading, error: Exception) -> None:
+        path = read.request.path[:100]
+        self._failures.event(
+            "page_failed", path, "page failed: path=%s", path, level=logging.ERROR, error=error
+        )
 
 
 class _Reading:
@@ -267,11 +316,14 @@ def _error(status: HTTPStatus) -> Response:
     return Response(status, f"{status.phrase}\n".encode())
 
 
-def _head(response: Response) -> bytes:
+def _head(response: Response, length: int | None) -> bytes:
+    headers = {"Content-Type": response.content_type, **response.headers}
+    if length is not None:
+        headers["Content-Length"] = str(length)
+    lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
     return (
         f"HTTP/1.1 {response.status} {HTTPStatus(response.status).phrase}\r\n"
-        f"Server: kvroute\r\nDate: {formatdate(usegmt=True)}\r\nConnection: close\r\n"
-        f"Content-Type: {response.content_type}\r\nContent-Length: {len(response.body)}\r\n\r\n"
+        f"Server: kvroute\r\nDate: {formatdate(usegmt=True)}\r\nConnection: close\r\n{lines}\r\n"
     ).encode("latin-1")
 
 

@@ -380,6 +380,16 @@ class KvIndexer:
         found = ((holder, self._ingest.drafter(holder)) for holder in self.engine_registry.engines)
         return [f"pod={holder}: {text}" for holder, text in found if text]
 
+    def tokens_by_tier(self) -> dict[str, dict[str, int]]:
+        """Return the tokens that each pod holds in each tier; takes milliseconds per million blocks."""
+        blocks, names, tokens = self._index.blocks_by_tier(), self._index.tiers.names, {}
+        for pod in self._followed_s:
+            held = [blocks[each] for each in self.engine_registry.members(pod) if each in blocks]
+            # One row per tier.
+            counts = zip(names, map(sum, zip(*held, strict=True)), strict=False)
+            tokens[pod] = {name: int(count) * self.block_tokens for name, count in counts if count}
+        return tokens
+
     def stats(self) -> IndexStats:
         return self._index.stats()
 

@@ -22,7 +22,7 @@ from indexer.index.hash_table import empty_table, reserved
 from indexer.index.layout import FlatArrays
 from indexer.index.match import count_copies, cut_to_served, held_blocks, match_blocks, scratch
 from indexer.index.update import (
-    count_blocks,
+    count_holders,
     ensure_room,
     remove_blocks,
     store_with_room,
@@ -257,21 +257,27 @@ class FlatIndex:
             return 0 if number is None else int(self.arrays.pod_blocks[number])
 
     def tier_blocks(self, pod: str, tier: str) -> int:
-        """Count a pod's blocks in one tier. Concurrent changes may or may not be included.
+        """Count a pod's blocks in one tier, as `blocks_by_tier` does."""
+        blocks = self.blocks_by_tier().get(pod)
+        return 0 if blocks is None else int(blocks[self.tiers.number(tier)])
 
-        Scans the blocks of all pods, turn by turn.
+    def blocks_by_tier(self) -> dict[str, NDArray[np.int64]]:
+        """Count each pod's blocks, int64 [tiers]. Concurrent changes may or may not be included.
+
+        Scans all blocks, turn by turn: milliseconds per million blocks.
         """
-        found = start = 0
+        with self.lock:
+            numbers = dict(self._numbers)
+        blocks = np.zeros((max(numbers.values(), default=-1) + 1, len(self.tiers.names)), np.int64)
+        start = 0
         while True:
             with self.lock:
-                number = self._numbers.get(pod)
-                if number is None or start >= self.arrays.counters[layout.SLOTS_USED]:
-                    return found
-                found += count_blocks(
-                    self.arrays, number, self.tiers.number(tier), start, start + SWEEP_SLOTS
-                )
-            start += SWEEP_SLOTS
+                count_holders(self.arrays, start, start + SWEEP_SLOTS, blocks)
+                start += SWEEP_SLOTS
+                if start >= self.arrays.counters[layout.SLOTS_USED]:
+                    break
             time.sleep(_PAUSE_S)
+        return {pod: blocks[number] for pod, number in numbers.items()}
 
     def sweep(self) -> None:
         """Remove all references of cleared pods, turn by turn."""

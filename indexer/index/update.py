@@ -20,8 +20,16 @@ from indexer.index.hash_table import (
     unlink,
     use,
 )
-from indexer.index.holders import add_holder, drop_holders, held_tiers, remember_lost, remove_copy
-from indexer.index.layout import NOTHING, FlatArrays
+from indexer.index.holders import (
+    add_holder,
+    drop_holders,
+    held_tiers,
+    in_row,
+    lowest_bit,
+    remember_lost,
+    remove_copy,
+)
+from indexer.index.layout import NOTHING, ONE, FlatArrays
 
 
 @inlined
@@ -225,13 +233,27 @@ def sweep(arrays: FlatArrays, start: int, stop: int) -> None:
 
 
 @kernel
-def count_blocks(arrays: FlatArrays, pod: int, tier: int, start: int, stop: int) -> int:
-    """Count the blocks of these slots that a pod holds in one tier."""
-    found = 0
+def count_holders(arrays: FlatArrays, start: int, stop: int, blocks: NDArray[np.int64]) -> None:
+    """Add the blocks of these slots to `blocks`, [pods, tiers]; numbers of pods beyond it are left out."""
     for slot in range(start, min(stop, arrays.counters[layout.SLOTS_USED])):
-        if arrays.slots[slot, layout.PREVIOUS] != np.uint32(layout.FREE_SLOT):
-            found += (held_tiers(arrays, slot, pod) >> tier) & 1
-    return found
+        if arrays.slots[slot, layout.PREVIOUS] == np.uint32(layout.FREE_SLOT):
+            continue
+        for tier in range(arrays.counters[layout.TIERS_USED]):
+            if in_row(arrays, slot):
+                row = np.int64(arrays.slots[slot, layout.HOLDER])
+                for word in range(arrays.rows.shape[2]):
+                    bits = arrays.rows[tier, row, word]
+                    while bits != NOTHING:
+                        pod = (word << 6) + lowest_bit(bits)
+                        bits &= bits - ONE
+                        if pod < len(blocks):
+                            blocks[pod, tier] += 1
+                continue
+            for column in range(layout.HOLDER, layout.LAST_HOLDER + 1):
+                holder = np.int64(arrays.slots[slot, column])
+                pod = holder & layout.POD_MASK
+                if (holder >> (layout.TIER_SHIFT + tier)) & 1 and pod < len(blocks):
+                    blocks[pod, tier] += 1
 
 
 @kernel

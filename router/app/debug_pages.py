@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import sys
@@ -9,14 +10,14 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from ssl import SSLContext
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from cachetools import TLRUCache
+from cachetools import TLRUCache, TTLCache
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
@@ -24,6 +25,7 @@ from common.page_server import BoundedExecutor, PageServer, Request, Response
 from common.repeated_log import RepeatedLog
 from indexer import StreamState
 from router.app.admin import RESET, WORKERS, Admin
+from router.app.dashboard import DASHBOARD, STREAM_S_MAX, TICK_S, Watch, dashboard_page
 from router.doors.health import Health
 from router.errors import ClusterError
 from router.h2.server import bound_socket
@@ -38,7 +40,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _JSON = "application/json"
-# Pages without authorization, since probes send no token; served on a thread of their own.
+# Pages without authorization, since probes send no token; served on a thread of their own. The dashboard's
+# page is public, too: a browser sends no token with an address. What it shows comes from the other pages.
 _PUBLIC_PATHS = ("/healthz", "/ready")
 _UNAUTHORIZED, _FORBIDDEN, _UNAVAILABLE = 401, 403, 503
 _TOKEN_CHARS_MAX = 16_384
@@ -47,6 +50,8 @@ _NOT_CACHED = 0
 # Cache times of the reference picker's library.
 _ALLOWED_TTL_S, _DENIED_TTL_S = 60.0, 10.0
 _DECISIONS_DEFAULT = 20
+_STREAM = "/debug/stream"
+_COUNT_EVERY_S = 5.0
 _SAMPLE_EVERY_S = 0.01
 _PROFILE_S, _PROFILE_MAX_S = 30.0, 120.0
 _STACK_DEPTH_MAX = 100
@@ -149,6 +154,7 @@ class DebugServer:
     admin: Admin | None = None  # handler of administration, which has a token of its own
     # Pages that read a posted body and change nothing, by path; authorized like the others, as a "get".
     posts: Mapping[str, PostPage] = field(default_factory=dict)
+    watch: Callable[[], Watch] | None = None  # source of a viewer's /debug/stream; None: no dashboard
 
     def __post_init__(self) -> None:
         listener = bound_socket("--metrics-port", self.host, self.port)
@@ -156,6 +162,7 @@ class DebugServer:
         self._server = PageServer(listener, self._answer, self.tls, methods)
         self.port = self._server.port
         self._probes, self._others = BoundedExecutor("pages-probes"), BoundedExecutor("pages-others")
+        self._dashboard = dashboard_page() if self.watch is not None else None
 
     def start(self) -> None:
         self._server.start()
@@ -174,20 +181,33 @@ class DebugServer:
         post = self.posts.get(request.path)
         if request.method not in (("GET", "HEAD") if post is None else ("POST",)):
             return _response(405, {"error": "only GET and HEAD" if post is None else "only POST"})
+        if self._dashboard is not None and request.path == DASHBOARD:
+            return self._dashboard
         if self.authorize is not None:
             status = await self.authorize.denial(request.path, request.headers.get("authorization"))
             if status is not None:
                 return _response(status, {"error": "not allowed"})
         if post is not None:
             return await self._others.run(lambda: _response(*post(request.body)))
+        if self.watch is not None and request.path == _STREAM:
+            headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+            return Response(200, self._stream(self.watch()), "text/event-stream", headers)
         return await self._others.run(lambda: self._page(request))
+
+    async def _stream(self, watch: Watch) -> AsyncGenerator[bytes, None]:
+        """Yield server-sent events; ends in time for the viewer's token to be checked again."""
+        ends_s = time.monotonic() + STREAM_S_MAX
+        while time.monotonic() < ends_s:
+            yield await self._others.run(watch.next_part)
+            await asyncio.sleep(TICK_S)
 
     def _page(self, request: Request) -> Response:
         if request.path == "/metrics":
             return Response(200, generate_latest(self.registry), CONTENT_TYPE_LATEST)
         page = self.pages.get(request.path)
         if page is None:
-            return _response(404, {"error": f"page not found; pages: /metrics, {', '.join(self.pages)}"})
+            pages = ", ".join(("/metrics", *self.pages))
+            return _response(404, {"error": f"page not found; pages: {pages}"})
         return _response(*page(request.query))
 
 
@@ -197,7 +217,7 @@ def _response(status: int, value: Any) -> Response:
     return Response(status, msgspec.json.encode(value), _JSON)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class DebugPages:
     """Health and debug pages, from the live state of the router."""
 
@@ -211,6 +231,15 @@ class DebugPages:
     picks_ignored: Callable[[], str | None]  # returns the finding that the gateway ignores picks
     renderings: Callable[[], Mapping[str, Any]]  # returns the models whose pods render without being told to
     more: Mapping[str, Page]  # further pages
+    queued_s: Callable[[Sequence[str], float], Sequence[float]]  # returns the queues of pods at a time
+
+    def __post_init__(self) -> None:
+        self._counted: TTLCache[str, dict[str, Any]] = TTLCache(2, _COUNT_EVERY_S)
+        self._counting = threading.Lock()
+
+    def watch(self) -> Watch:
+        """Return the source of one viewer's stream."""
+        return Watch(self.decision_log, lambda: msgspec.json.encode(self._pod_list({})[1]))
 
     def pages(self) -> dict[str, Page]:
         return {
@@ -258,9 +287,25 @@ class DebugPages:
         return 200, {"decisions": self.decision_log.latest(int(count))}
 
     def _pod_list(self, _query: Query) -> tuple[int, Any]:
-        views = self.index.states()
+        views, pods = self.index.states(), self.pods.current
+        taking = [address for address, pod in pods.items() if pod.takes_requests]
+        queued_s = dict(zip(taking, self.queued_s(taking, time.monotonic()), strict=True))
+        with self._counting:
+            # Both read all blocks or decisions, which is too much for every viewer and second.
+            if "tokens" not in self._counted:
+                self._counted["tokens"] = self.index.tokens_by_tier()
+                self._counted["shares"] = self.decision_log.cached_shares()
+            tokens, shares = self._counted.get("tokens", {}), self._counted.get("shares", {})
+        facts = {
+            address: {
+                "queued_s": queued_s.get(address),
+                "tokens_by_tier": tokens.get(address, {}),
+                "cached_share": shares.get(address),
+            }
+            for address in pods
+        }
         return 200, {
-            "pods": [self._pod(pod, views) for pod in self.pods.current.values()],
+            "pods": [self._pod(pod, views) | facts[pod.address] for pod in pods.values()],
             "parity": self.index.mismatch_details(),
             "block_tokens": self.index.block_tokens,
         }

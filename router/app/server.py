@@ -271,6 +271,7 @@ class RouterServer:
             picks_ignored=lambda: self.lifecycle.outcomes.picks_ignored,
             renderings=self._tokenizers.renderings,
             more=self._analysis.pages(),
+            queued_s=self._scheduler.queued_s,
         )
 
     def _services(

@@ -257,6 +257,7 @@ def listen_metrics(
         authorize=_metrics_auth(config) if config.metrics_auth else None,
         admin=Admin(config.index.admin_token, pages.pods, pages.source, pages.index),
         posts={EXPLAIN_PATH: explainer.answer},
+        watch=pages.watch,
     )
 
 

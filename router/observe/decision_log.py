@@ -7,7 +7,7 @@ of the router's monotonic clock, except `time`, which is Unix time.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -55,6 +55,7 @@ class DecisionLog:
 
     def __post_init__(self) -> None:
         self._candidates = 0
+        self._decided = 0
         self._records: OrderedDict[str, _Record] = OrderedDict()
         # Mean output tokens by model, and the number of answers behind it.
         self._output_tokens = LRUCache[str | None, tuple[float, int]](_MODELS_MAX)
@@ -64,6 +65,7 @@ class DecisionLog:
         """Record a decision; called before any report on its request."""
         record, request_id = _Record(decision, time.time()), decision.request_id
         with self._lock:
+            self._decided += 1
             record.model_output_tokens = self._output_tokens.get(decision.model, (None, 0))[0]
             if (old := self._records.pop(request_id, None)) is not None:
                 self._candidates -= old.decision.ranked.memory_weight
@@ -157,10 +159,44 @@ class DecisionLog:
             converted.append(self._converted(record))
         return converted
 
-    def find(self, request_id: str) -> dict[str, Any] | None:
+    def find(self, request_id: str, *, brief: bool = False) -> dict[str, Any] | None:
+        """Return the record of a request; `brief` leaves out its candidates."""
         with self._lock:
             record = self._records.get(request_id)
-        return self._converted(record) if record else None
+        if record is None:
+            return None
+        return self._summary(record) if brief else self._converted(record)
+
+    def sample(self, after: int | None, count: int) -> tuple[int, list[dict[str, Any]]]:
+        """Return up to `count` decisions since the first `after` ones, newest first.
+
+        Args:
+            after: The number that the last call returned, for an evenly spaced sample; None: the latest.
+
+        Returns:
+            The number of decisions so far, and the sample without its candidates.
+        """
+        with self._lock:
+            decided, new = self._decided, len(self._records)
+            new = min(new, count if after is None else decided - after)
+            records = list(islice(reversed(self._records.values()), 0, new, -(-new // count) or 1))
+        return decided, [self._summary(record) for record in records]
+
+    def cached_shares(self) -> dict[str, float]:
+        """Return, by pod, the cached share of the prompt tokens of the decisions kept, as far as known."""
+        cached, prompt = Counter[str](), Counter[str]()
+        with self._lock:
+            records = list(self._records.values())
+        for record in records:
+            decision, best, delivered = (
+                record.decision,
+                record.decision.primary,
+                record.delivered_cached_tokens,
+            )
+            if decision.degraded is None:
+                cached[best.pod] += best.cached_tokens if delivered is None else delivered
+                prompt[best.pod] += decision.prompt_tokens
+        return {pod: min(1.0, cached[pod] / tokens) for pod, tokens in prompt.items() if tokens}
 
     def converted(self, decision: Decision) -> dict[str, Any]:
         """Return the record that a decision would have, without keeping it."""
@@ -180,11 +216,28 @@ class DecisionLog:
         return record if pod is None or pod == record.decision.primary.pod else None
 
     def _converted(self, record: _Record) -> dict[str, Any]:
-        decision, best = record.decision, record.decision.primary
+        decision = record.decision
         scores: Mapping[str, float] = {}
         excluded = decision.excluded
         if decision.pipeline is not None:
             scores, excluded = decision.pipeline.scores, {**excluded, **decision.pipeline.excluded}
+        return {
+            **self._summary(record),
+            "candidates": [
+                {
+                    **msgspec.structs.asdict(candidate),
+                    "score": scores.get(candidate.pod),
+                    "cached_tokens_by_tier": decision.ranked.cached_tokens_by_tier(at),
+                    "pod_name": self.pod_name(candidate.pod),
+                }
+                for at, candidate in enumerate(decision.ranked)
+            ],
+            "excluded": [{"pod": pod, "reason": reason} for pod, reason in excluded.items()],
+        }
+
+    def _summary(self, record: _Record) -> dict[str, Any]:
+        """Return what a decision's record has besides its candidates."""
+        decision, best = record.decision, record.decision.primary
         return {
             "request_id": decision.request_id,
             "time": record.unix_s,
@@ -209,17 +262,9 @@ class DecisionLog:
             "sequences": decision.sequences,
             "session_pod": decision.session_pod,
             "own_weight": best.own_weight,
-            "candidates": [
-                {
-                    **msgspec.structs.asdict(candidate),
-                    "score": scores.get(candidate.pod),
-                    "cached_tokens_by_tier": decision.ranked.cached_tokens_by_tier(at),
-                    "pod_name": self.pod_name(candidate.pod),
-                }
-                for at, candidate in enumerate(decision.ranked)
-            ],
-            "excluded": [{"pod": pod, "reason": reason} for pod, reason in excluded.items()],
             "prefix_break": record.prefix_break,
+            "predicted_s": best.cost_s,
+            "block_tokens": decision.ranked.block_tokens,
             "prefill_end": record.prefill_end,
             "end": record.end,
         }

@@ -1,4 +1,4 @@
-"""Dashboard and alerts: every metric that they query is exported by a program."""
+"""Dashboard, alerts and recording rules: every metric that they query is exported, every runbook exists."""
 
 from __future__ import annotations
 
@@ -22,10 +22,37 @@ from model_server.requests import EngineStats
 from router.pods.kube.problems import Problems
 from tests.support.chart.helm import CHART, EVERYTHING, FULLNAME, manifests, one
 from tests.support.loopback import HERE, free_ports, listens
+from tests.support.paths import ROOT
 from tests.support.router.doors import wait_until
 from tests.support.router.server import fake_pods, running_router, write_pods
 
 _NAME = re.compile(r"\b(?:(?:llm_d_epp|kvroute|envoy)_\w+(?=\{)|vllm:\w+)")
+_RECORDED = re.compile(r"\bkvroute:\w[\w:]*")
+_HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+_RUNBOOKS = "https://docs.example/operations.md"
+# Questions that the dashboard answers, in this order.
+_QUESTIONS = (
+    "Is it exact?",
+    "Why not?",
+    "How much of each prompt was cached?",
+    "Where are tokens lost?",
+    "What is it worth?",
+    "Is it saturated?",
+    "What fails?",
+    "What do engines and Envoy say?",
+)
+# Exported by routers that analyse prefix breaks and worth.
+_ANALYSIS = {
+    f"kvroute_router_{name}_total"
+    for name in (
+        "prefix_breaks",
+        "prefix_break_lost_tokens",
+        "policy_prefill_seconds",
+        "policy_computed_tokens",
+        "served_prompt_tokens",
+        "told_prompt_tokens",
+    )
+}
 _IDLE = EngineStats(0, 0, 0.0, 1, 0, 0, 0, 0, 0, 0, 0.0, True)
 
 
@@ -47,33 +74,64 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 
 def test_every_queried_metric_is_exported(exported: set[str]) -> None:
-    """Every metric in a panel or an alert is exported."""
+    """Every metric in a panel, an alert or a recording rule is exported."""
     asked = list(_asked_for())
-    assert len(asked) > 30
+    assert len(asked) > 50
+    exported = exported | _ANALYSIS
     assert {where: missing for where, names in asked if (missing := names - exported)} == {}
 
 
-def test_every_alert_selects_the_release(exported: set[str]) -> None:
-    """Rendered alerts select only the release's routers or engines and have a `for` duration."""
-    rules = one(manifests(EVERYTHING), "PrometheusRule", "-epp")["spec"]["groups"][0]["rules"]
+def rendered_rules() -> list[dict[str, Any]]:
+    """Return the rules of the rendered chart."""
+    values = {**EVERYTHING, "monitoring": {**EVERYTHING["monitoring"], "runbooks": _RUNBOOKS}}
+    groups = one(manifests(values), "PrometheusRule", "-epp")["spec"]["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def test_every_rule_selects_the_release() -> None:
+    """Rendered rules select only the release's routers or engines, alerts wait, and recorded names exist."""
+    rules = rendered_rules()
+    recorded = {rule["record"] for rule in rules if "record" in rule}
     for rule in rules:
         selectors = re.findall(r"\{([^}]*)\}", rule["expr"])
         assert selectors
         ours = f'namespace="llm",service="{FULLNAME}-epp"', f'namespace="llm",pod=~"{FULLNAME}-models-.*"'
         assert all(selector.startswith(ours) for selector in selectors)
-        assert {"summary", "description"} == set(rule["annotations"])
+        assert set(_RECORDED.findall(rule["expr"])) <= recorded
+        if "record" in rule:
+            # Without these labels a rule that reads the series could not select the release.
+            assert "by (namespace, service" in rule["expr"]
+            continue
+        assert {"summary", "description", "runbook_url"} == set(rule["annotations"])
         assert rule["labels"]["severity"] in ("info", "warning", "critical")
         assert rule["for"]
 
 
+def test_every_alert_leads_to_a_section_of_the_documentation() -> None:
+    """The runbook of each alert is a heading of docs/operations.md at the address that the values name."""
+    headings = _HEADING.findall((ROOT / "docs" / "operations.md").read_text())
+    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    for rule in rendered_rules():
+        if "alert" in rule:
+            address, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+            assert (address, anchor in anchors) == (_RUNBOOKS, True), rule["alert"]
+
+
 def test_the_dashboard_is_well_formed() -> None:
-    """Panels have unique ids and places, and use the data source variable."""
+    """Rows are the questions; panels have unique ids, no common place, a description and the data source."""
     panels = json.loads(one(manifests(EVERYTHING), "ConfigMap", "-dashboard")["data"]["kvroute.json"])[
         "panels"
     ]
     assert len({panel["id"] for panel in panels}) == len(panels)
-    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in panels]
-    assert len(set(places)) == len(places)
+    assert tuple(panel["title"] for panel in panels if panel["type"] == "row") == _QUESTIONS
+    taken = [
+        (x, y)
+        for place in (panel["gridPos"] for panel in panels)
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(set(taken)) == len(taken)
+    assert all(panel["description"] for panel in panels if panel["type"] != "row")
     sources = {panel["datasource"]["uid"] for panel in panels if panel["type"] != "row"}
     assert sources == {"${datasource}"}
 
@@ -87,9 +145,9 @@ def _asked_for() -> Iterator[tuple[str, set[str]]]:
             yield panel["title"], names
     for group in yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())["groups"]:
         for rule in group["rules"]:
-            names = set(_NAME.findall(rule["expr"]))
-            assert names, rule["alert"]
-            yield rule["alert"], names
+            names, where = set(_NAME.findall(rule["expr"])), rule.get("alert") or rule["record"]
+            assert names or _RECORDED.findall(rule["expr"]), where
+            yield where, names
 
 
 def _names(page: str) -> Iterator[str]:

@@ -270,7 +270,7 @@ def test_the_selector_finds_the_model_servers() -> None:
 
 
 def test_roles_grant_only_what_the_mode_needs() -> None:
-    """Roles grant only what is watched; the only cluster-wide role is for metrics authorization."""
+    """Roles grant only what is watched; cluster-wide roles are for the metrics port, without its profiles."""
 
     def granted(values: dict[str, Any], kind: str) -> set[str]:
         roles = [each for each in manifests(values) if each["kind"] == kind]
@@ -281,7 +281,9 @@ def test_roles_grant_only_what_the_mode_needs() -> None:
     assert granted({}, "ClusterRole") == set()
     pools = {"inferencepools", "inferenceobjectives", "inferencemodelrewrites"}
     assert granted(EVERYTHING, "Role") == {"pods", "events", *pools}
-    assert granted(EVERYTHING, "ClusterRole") == {"tokenreviews", "subjectaccessreviews", "/metrics"}
+    pages = ("stream", "decisions", "funnel", "worth", "prefixes", "prefix_breaks")
+    metrics = {"/metrics", *(f"/debug/{page}" for page in pages)}
+    assert granted(EVERYTHING, "ClusterRole") == {"tokenreviews", "subjectaccessreviews", *metrics}
 
 
 def test_only_routers_reach_administration_and_events() -> None:

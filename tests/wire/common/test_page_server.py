@@ -12,8 +12,10 @@ import pytest
 import urllib3
 from prometheus_client import CollectorRegistry
 
-from common.page_server import CONNECTIONS_MAX
+from common.page_server import CONNECTIONS_MAX, STREAMS_MAX
+from router.app.dashboard import Watch
 from router.app.debug_pages import DebugServer, MetricsAuth, Page
+from tests.support.router.doors import wait_until
 
 TIMEOUT_S = 300.0
 
@@ -195,3 +197,72 @@ def test_head_has_the_length_without_the_body() -> None:
         head, _, body = raw(running, b"HEAD /ready HTTP/1.1\r\n\r\n").partition(b"\r\n\r\n")
         assert b"Content-Length: 18" in head
         assert body == b""
+
+
+class Flood(Watch):
+    """Stream whose parts are large, and that records how many were made."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def next_part(self) -> bytes:
+        self.made += 1
+        return b":" + b"x" * (1 << 20) + b"\n\n"
+
+
+def stream_head(running: DebugServer, client: socket.socket, method: str = "GET") -> bytes:
+    """Request the stream; return the response's first line."""
+    client.sendall(f"{method} /debug/stream HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    return client.recv(100, socket.MSG_WAITALL).partition(b"\r\n")[0]
+
+
+def test_streams_are_bounded() -> None:
+    """One stream more than the limit is answered 503, until one of the others has ended."""
+    with server(watch=Flood) as running, ExitStack() as closing:
+        clients = [connected(running, closing) for _ in range(STREAMS_MAX)]
+        for client in clients:
+            assert stream_head(running, client) == b"HTTP/1.1 200 OK"
+        assert status(running, "/debug/stream") == 503
+        assert status(running, "/ready") == 200
+        clients[0].close()
+        wait_until(
+            lambda: stream_head(running, connected(running, closing)) == b"HTTP/1.1 200 OK", "room again"
+        )
+
+
+def test_slow_readers_of_a_stream_are_disconnected() -> None:
+    """Clients that do not read get what fits into buffers, then lose their connections and places."""
+    floods: list[Flood] = []
+
+    def flood() -> Flood:
+        floods.append(Flood())
+        return floods[-1]
+
+    with server(watch=flood) as running, ExitStack() as closing:
+        for _ in range(STREAMS_MAX):
+            assert stream_head(running, connected(running, closing)) == b"HTTP/1.1 200 OK"
+        wait_until(
+            lambda: stream_head(running, connected(running, closing)) == b"HTTP/1.1 200 OK", "room again"
+        )
+        assert all(each.made < 20 for each in floods)
+
+
+def test_the_head_of_a_stream_has_no_body() -> None:
+    """HEAD of the stream is answered at once, without making a part."""
+    flood = Flood()
+    with server(watch=lambda: flood) as running:
+        answer = raw(running, b"HEAD /debug/stream HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 200 OK")
+        assert b"text/event-stream" in answer
+        assert answer.endswith(b"\r\n\r\n")
+        assert flood.made == 0
+
+
+def test_the_dashboard_is_public_and_its_data_is_not() -> None:
+    """The page needs no token, because browsers send none; the stream and the debug pages do."""
+    with server(watch=Flood, authorize=MetricsAuth(Reviewer())) as running:  # type: ignore[arg-type]
+        assert status(running, "/") == 200
+        for path in ("/debug/stream", "/debug/pods", "/metrics"):
+            assert status(running, path) == 401
+    with server() as running:
+        assert status(running, "/") == 404
