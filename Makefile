@@ -25,7 +25,11 @@ PYTHON_IMAGE := $(or $(PYTHON_BASE_IMAGE),python:3.11-slim-bookworm)
 BUILD_ARGS := --build-arg BASE_IMAGE=$(PYTHON_IMAGE) $(if $(PIP_INDEX_URL),--build-arg PIP_INDEX_URL) \
   $(if $(filter-out undefined,$(origin TORCH_INDEX_URL)),--build-arg TORCH_INDEX_URL=$(TORCH_INDEX_URL))
 
-.PHONY: help setup up test test-fast test-deep test-kind test-engines images envoy-image wheelhouse check format bench lock proto clean
+# The documentation's site: pages with their folders, and what they link to.
+DOCS_VENV := .venv-docs
+DOCS_SOURCES := README.md CONTRIBUTING.md CHANGELOG.md docs benchmarks/README.md charts/kvroute/README.md proto/kvroute
+
+.PHONY: help setup up test test-fast test-deep test-kind test-engines images envoy-image wheelhouse check format docs bench lock proto clean
 
 help:
 	@echo "make up         start the local stack (3 model servers, router, Envoy), show it, stay up until Ctrl-C"
@@ -34,6 +38,7 @@ help:
 	@echo "make test-fast  unit tests with few examples of each property, for the loop while editing"
 	@echo "make test-deep  properties alone, with ten times as many examples"
 	@echo "make check      ruff, mypy and the import rules"
+	@echo "make docs       the documentation as a site in build/site, links checked (its own .venv-docs)"
 	@echo "make test-kind  tests in a kind cluster (says what it needs)"
 	@echo "make test-engines  real vLLM servers on the CPU beside a router (6 GB, kept in the user's cache directory)"
 	@echo "make images     container images of router and model server; also IMAGE_PREFIX=, IMAGE_TAG=, TORCH_INDEX_URL="
@@ -104,6 +109,18 @@ format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# Not of .venv: the site needs neither torch nor the router.
+$(DOCS_VENV)/.ready: docs/requirements.txt
+	@$(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes --requirement docs/requirements.txt
+	@touch $@
+
+docs: $(DOCS_VENV)/.ready
+	@rm -rf build/docs && mkdir -p build/docs
+	@tar -cf - $(DOCS_SOURCES) | tar -xf - -C build/docs
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+	@echo "site: build/site/index.html"
+
 bench: setup
 	$(BIN)/python -m benchmarks.pick
 
@@ -118,6 +135,8 @@ lock: setup
 	  --extra tracing --excludes docker/router.excludes --output-file docker/router.txt
 	$(IMAGE_LOCK) pyproject.toml --extra hub --extra model-server --excludes docker/model-server.excludes \
 	  --output-file docker/model-server.txt
+	echo 'mkdocs-material==9.8.1' | $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
+	  --custom-compile-command "make lock" - --output-file docs/requirements.txt
 	echo 'hatchling==1.27.0' | $(IMAGE_LOCK) - --output-file docker/build.txt
 
 proto: setup
@@ -128,4 +147,4 @@ proto: setup
 	done
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DOCS_VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis
