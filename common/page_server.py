@@ -137,10 +137,14 @@ class PageServer:
         self._loop.add_reader(self.listener, self._accept)
         self._loop.run_forever()
         self._loop.remove_reader(self.listener)
+        # A task that is cancelled before its first turn would leave its socket open.
+        self._loop.run_until_complete(asyncio.sleep(0))
         for connection in self._connections:
             connection.cancel()
         if self._connections:
             self._loop.run_until_complete(asyncio.wait(set(self._connections)))
+        # Sockets are closed in the turn of the loop after their connection's end.
+        self._loop.run_until_complete(asyncio.sleep(0))
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
