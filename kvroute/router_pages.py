@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import urllib3
-
 from common.flags import file_flag, flag, flag_values
+from kvroute.http_client import FIELDS, Http, UnreachableError
 
-_TIMEOUT = urllib3.Timeout(connect=5.0, read=30.0)
-_ANSWER_BYTES_MAX = 64 << 20
+_READ_S = 30.0
 _URL = "URL of the router's metrics port; `kvroute up` prints its own"
 _WHY = {
     401: "give --token-file",
@@ -45,36 +43,28 @@ class RouterPages:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         options = PagesOptions(**flag_values(PagesOptions, arguments))
-        self._url, headers = options.router_url.rstrip("/"), {}
+        self._url, token = options.router_url.rstrip("/"), None
         if options.token_file is not None:
             try:
-                headers["authorization"] = f"Bearer {options.token_file.read_text('utf-8').strip()}"
+                token = options.token_file.read_text("utf-8").strip()
             except (OSError, UnicodeDecodeError) as error:
                 raise PagesError(f"--token-file {options.token_file}: cannot be read: {error}") from error
-        ca_file = options.ca_file and str(options.ca_file)
-        self._http = urllib3.PoolManager(headers=headers, timeout=_TIMEOUT, retries=False, ca_certs=ca_file)
+        self._http = Http(options.ca_file, token)
 
-    def get(self, page: str, posted: object = None) -> dict[str, Any]:
+    def get(self, page: str, posted: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the content of a page, or its answer to a posted JSON value.
 
         Raises:
             PagesError: The router cannot be reached, or answers with an error.
         """
-        url, body = self._url + page, None if posted is None else json.dumps(posted)
-        method = "GET" if body is None else "POST"
+        url = self._url + page
         try:
-            answer = self._http.request(method, url, body=body, redirect=False, preload_content=False)
-            data = answer.read(_ANSWER_BYTES_MAX)
-            answer.release_conn()
-            value = json.loads(data)
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise PagesError(f"{url}: {error}") from error
-        except ValueError:
-            value = None
-        if answer.status in (200, 503) and isinstance(value, dict) and "error" not in value:
+            answer = self._http.ask(url, posted, read_s=_READ_S)
+        except UnreachableError as error:
+            raise PagesError(str(error)) from error
+        value = answer.read(FIELDS)
+        if answer.status in (200, 503) and value and "error" not in value:
             return value
-        told = (
-            value.get("error") if isinstance(value, dict) else _WHY.get(answer.status, "no page of a router")
-        )
-        told = _WHY.get(answer.status, told) if told == "not allowed" else told
+        told = value.get("error", "no page of a router")
+        told = _WHY.get(answer.status, told) if not value or told == "not allowed" else told
         raise PagesError(f"{url} answered {answer.status}: {told}")

@@ -17,9 +17,9 @@ from kvroute.doctor.engine import Card, check_engine
 from kvroute.doctor.envoy_admin import check_envoy
 from kvroute.doctor.findings import Finding, Report, exit_status, print_findings
 from kvroute.doctor.gateway import GatewayCheck
-from kvroute.doctor.http import Http
 from kvroute.doctor.router import Pods, check_router
 from kvroute.engines import ENGINE_METAVAR, declared_engine, engine_argument
+from kvroute.http_client import Http
 from router.config.flags import positive_number
 
 STREAM_S = 20.0  # above Envoy's default route timeout of 15 s
@@ -44,7 +44,7 @@ def doctor_parser() -> argparse.ArgumentParser:
     how("--model", metavar="NAME", help="model of the requests (default: an engine's first one)")
     text = f"longest stream through the gateway (default: {STREAM_S:g})"
     how("--stream-s", type=positive_number, default=STREAM_S, metavar="SECONDS", help=text)
-    how("--ca", type=Path, metavar="FILE", help="PEM of the authorities for https")
+    how("--ca-file", type=Path, metavar="FILE", help="PEM of the authorities for https")
     how("--token-file", type=Path, metavar="FILE", help="bearer token of the router's metrics port")
     how("--json", action="store_true", help="print one JSON object")
     return parser
@@ -76,7 +76,7 @@ def run_checks(flags: argparse.Namespace) -> list[Finding]:
     """
     findings: list[Finding] = []
     token = None if flags.token_file is None else flags.token_file.read_text("utf-8").strip()
-    http, router_http = Http(flags.ca), Http(flags.ca, token)
+    http, router_http = Http(flags.ca_file), Http(flags.ca_file, token)
     router = Pods()
     if flags.router_url:
         report = Report(flags.router_url, findings)

@@ -11,9 +11,9 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvroute.doctor.findings import Report
-from kvroute.doctor.http import Answer, Http, UnreachableError
 from kvroute.doctor.streams import events_problem, port_problem, replay_answers
 from kvroute.engines import Engine
+from kvroute.http_client import Answer, Http, UnreachableError
 
 _EVENTS_S, _REPLAY_S, _PAGE_S = 5.0, 3.0, 5.0
 BLOCK_TOKENS = 16  # of the router's index by default
@@ -91,7 +91,7 @@ def _served(engine: Engine, http: Http, report: Report, model: str | None) -> Ca
         report.add("engine", "unhealthy", why=health.text)
         return None
     report.add("engine", "answers")
-    health.judge_clock(report)
+    report.judge_clock(health.headers.get("date"))
     answer = http.ask(f"http://{engine.address}/v1/models", read_s=_PAGE_S)
     cards = {card.id: card for card in answer.read(_CARDS).data}
     if not cards:

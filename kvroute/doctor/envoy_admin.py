@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvroute.doctor.findings import Report
-from kvroute.doctor.http import FIELDS, Http, UnreachableError
+from kvroute.http_client import FIELDS, Http, UnreachableError
 
 _WHOLE_BODIES = ("FULL_DUPLEX_STREAMED", "BUFFERED")
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -12,8 +14,11 @@ from typing import Any, Literal
 import msgspec
 import yaml
 
+from kvroute.terminal import clean
+
 Status = Literal["ok", "warn", "fail", "skipped"]
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim"}
+_CLOCK_SKEW_MAX_S, _TEXT_CHARS_MAX = 2.0, 2000
 _TABLE = Path(__file__).with_name("findings.yaml")
 
 
@@ -42,15 +47,22 @@ class Report:
 
     def add(self, check: str, case: str, **values: object) -> None:
         """Add a finding of findings.yaml, whose fields are `values`."""
-        texts = {name: text.format(**values) for name, text in _cases()[check][case].items()}
         # Other servers' texts must not control the terminal.
-        texts = {
-            name: "".join(char if char.isprintable() else " " for char in text)
-            for name, text in texts.items()
-        }
+        cases = _cases()[check][case].items()
+        texts = {name: clean(text.format(**values), _TEXT_CHARS_MAX) for name, text in cases}
         remedy = texts.pop("remedy", "")
         ((status, what),) = texts.items()
         self.findings.append(Finding(check, self.subject, status, what, remedy))
+
+    def judge_clock(self, date: str | None) -> None:
+        """Report how far the clock behind a Date header is from this machine's; call it at once."""
+        try:
+            # The header has whole seconds, rounded down.
+            ahead_s = parsedate_to_datetime(date or "").timestamp() + 0.5 - time.time()
+        except (ValueError, TypeError):
+            return
+        case = "agrees" if abs(ahead_s) <= _CLOCK_SKEW_MAX_S else "skewed"
+        self.add("clock", case, most_s=_CLOCK_SKEW_MAX_S, ahead_s=ahead_s)
 
 
 def exit_status(findings: Sequence[Finding]) -> int:

@@ -13,8 +13,8 @@ import msgspec
 
 from kvroute.doctor.engine import Card, cached_tokens
 from kvroute.doctor.findings import Report
-from kvroute.doctor.http import Answer, Http, UnreachableError
 from kvroute.envoy_config import POD_HEADER
+from kvroute.http_client import Answer, Http, UnreachableError
 
 _BODIES_MIB = (1, 2)
 _REQUESTS = 6
@@ -78,7 +78,7 @@ class GatewayCheck:
                 self.report.add("gateway", case, why=answer.text)
                 return
             self.report.add("gateway", "answers")
-            answer.judge_clock(self.report)
+            self.report.judge_clock(answer.headers.get("date"))
             if self.router_url is None:
                 self.report.add("picks", "no_decisions")
             elif self._obeys_picks(answer):

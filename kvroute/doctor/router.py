@@ -10,8 +10,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvroute.doctor.engine import BLOCK_TOKENS
 from kvroute.doctor.findings import Report
-from kvroute.doctor.http import FIELDS, Http, UnreachableError
 from kvroute.engines import Engine
+from kvroute.http_client import FIELDS, Http, UnreachableError
 
 _ANSWER_S = 2.0
 # Check and case of the findings of /ready.
@@ -47,7 +47,7 @@ def check_router(url: str, grpc_address: str | None, http: Http, report: Report)
             report.add("router", "stranger", why=answer.text)
             return Pods()
         report.add("router", "ready" if answer.status == 200 else "not_ready", why=ready["status"])
-        answer.judge_clock(report)
+        report.judge_clock(answer.headers.get("date"))
         _show_ready(ready, report)
         answer = http.ask(f"{url}/debug/pods", read_s=_ANSWER_S)
     except UnreachableError as error:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from kvroute.doctor.http import CONNECT_S
+from kvroute.http_client import CONNECT_S
 
 _STORED = "BlockStored"
 _MESSAGE_BYTES_MAX = 32 << 20

@@ -45,10 +45,10 @@ def test_findings_are_lines_with_the_remedy_behind_an_arrow(capsys: pytest.Captu
 
 
 def test_texts_of_servers_do_not_control_the_terminal() -> None:
-    """Escape sequences and line feeds in a server's answer are blanks in a finding."""
+    """Escape sequences and line feeds in a server's answer are question marks in a finding."""
     report = Report("127.0.0.1:8000")
     report.add("engine", "unhealthy", why="500: \x1b[2Jgone\n")
-    assert report.findings[0].what == "/health answered 500:  [2Jgone "
+    assert report.findings[0].what == "/health answered 500: ?[2Jgone?"
 
 
 def test_a_metrics_page_tells_block_size_caching_drafter_and_sleep() -> None:

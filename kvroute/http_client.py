@@ -1,23 +1,18 @@
-"""HTTP client of the doctor: bounded in time and size, without retries."""
+"""HTTP client of the commands: bounded in time and size, without retries or redirects."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import urllib3
 
-from kvroute.doctor.findings import Report
-
 CONNECT_S = 2.0
 _BODY_BYTES_MAX = 64 << 20
-_CLOCK_SKEW_MAX_S = 2.0
 _JSON = {"content-type": "application/json"}
 _T = TypeVar("_T")
 FIELDS = msgspec.json.Decoder(dict[str, Any])
@@ -57,16 +52,6 @@ class Answer:
     def text(self) -> str:
         return f"{self.status}: {self.body[:300].decode(errors='replace').strip()}"
 
-    def judge_clock(self, report: Report) -> None:
-        """Report how far the clock of the Date header is from this machine's; call it at once."""
-        try:
-            # The header has whole seconds, rounded down.
-            ahead_s = parsedate_to_datetime(self.headers["date"]).timestamp() + 0.5 - time.time()
-        except (KeyError, ValueError, TypeError):
-            return
-        case = "agrees" if abs(ahead_s) <= _CLOCK_SKEW_MAX_S else "skewed"
-        report.add("clock", case, most_s=_CLOCK_SKEW_MAX_S, ahead_s=ahead_s)
-
 
 class Http:
     """HTTP client. `ca`: PEM file of the authorities for https; `token`: bearer token of all requests."""
@@ -91,7 +76,13 @@ class Http:
         response = None
         try:
             response = self._pool.request(
-                method, url, body=data, headers=headers, timeout=timeout, preload_content=False
+                method,
+                url,
+                body=data,
+                headers=headers,
+                timeout=timeout,
+                preload_content=False,
+                redirect=False,
             )
             yield response
         except (urllib3.exceptions.HTTPError, OSError) as error:
