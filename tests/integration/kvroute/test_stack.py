@@ -41,7 +41,9 @@ def test_a_conversation_stays_with_the_pod_that_remembers_it(stack: RunningStack
     """Every turn goes to the first turn's pod, and predicted cached tokens equal the delivered ones."""
     messages: list[dict[str, Any]] = []
     pods = []
-    for turn, asked in enumerate(conversation(0, 110).turns):
+    turns = conversation(0, 110).turns
+    turns[0][0]["content"] = f"Only in this conversation. {turns[0][0]['content']}"
+    for turn, asked in enumerate(turns):
         messages += asked
         raw, completion = say(stack.openai(), messages, extra_body={"ignore_eos": True})
         messages.append({"role": "assistant", "content": completion.choices[0].message.content})
