@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Collection, Sequence
 
-BOLD, YELLOW = "1", "33"
+BOLD, RED, GREEN, YELLOW = "1", "1;31", "32", "33"
 
 
 def has_colours() -> bool:
