@@ -9,12 +9,10 @@ import shutil
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
-
-import urllib3
 
 from common.flags import file_flag, flag, pair
 from indexer.pod_entry import (
@@ -28,6 +26,8 @@ from indexer.pod_entry import (
 )
 from kvroute.engines import ENGINE_METAVAR, engine_argument
 from kvroute.envoy_config import DoorOptions, EnvoySettings, bootstrap
+from kvroute.http_client import Answer, Http
+from kvroute.router_pages import RouterPages
 from model_server.config import TINY_MODEL
 
 HOST = "127.0.0.1"
@@ -39,6 +39,7 @@ _POD_PORTS = (100, 200, 300, 400)
 _TIMEOUT_S = 10.0
 _ENTRY_FIELDS = ("name", "namespace", "address", "port", "labels")
 _PODS_TIMEOUT_S = 120.0
+_HTTP = Http()
 _POLL_S = 0.05
 _PUBLISHED = "kvroute_kv_event_batches_published_total"
 _RECEIVED = "llm_d_epp_kv_cache_events_messages_received_total"
@@ -251,11 +252,9 @@ def _entry(pod: _Pod, model_name: str) -> PodEntry:
 
 def await_pods(plan: StackPlan, check: Callable[[], None]) -> None:
     """Wait until every pod is ready with an EXACT view; raises a LocalStackError that names the obstacle."""
-    end_s = time.monotonic() + _PODS_TIMEOUT_S
+    end_s, pages = time.monotonic() + _PODS_TIMEOUT_S, RouterPages(plan.router_debug_url)
     while waiting := [
-        pod
-        for pod in _json("GET", f"{plan.router_debug_url}/debug/pods")["pods"]
-        if not (pod["ready"] and pod["view"] == "EXACT")
+        pod for pod in pages.get("/debug/pods")["pods"] if not (pod["ready"] and pod["view"] == "EXACT")
     ]:
         check()  # raises when a process of the stack has died
         if time.monotonic() > end_s:
@@ -264,15 +263,6 @@ def await_pods(plan: StackPlan, check: Callable[[], None]) -> None:
                 f"the router does not use {pod['address']}: {pod['why_not'] or pod['view']}"
             )
         time.sleep(_POLL_S)
-
-
-def decision(plan: StackPlan, request_id: str) -> dict[str, Any]:
-    """Return the router's decision record of a request; raises a LocalStackError if it has none."""
-    answer = _json("GET", f"{plan.router_debug_url}/debug/decisions?request_id={request_id}")
-    if not answer["decisions"]:
-        raise LocalStackError(f"the router has no record of request {request_id}")
-    found: dict[str, Any] = answer["decisions"][0]
-    return found
 
 
 def await_events(plan: StackPlan) -> None:
@@ -292,7 +282,7 @@ def empty_caches(plan: StackPlan) -> None:
     """Reset the prefix cache of every pod; raises a LocalStackError if requests run for some seconds more."""
     end_s = time.monotonic() + _TIMEOUT_S
     for url in plan.admin_urls:
-        while not _json("POST", f"{url}/reset_prefix_cache").get("success"):
+        while not _ask(f"{url}/reset_prefix_cache", {}).get("success"):
             if time.monotonic() > end_s:
                 raise LocalStackError(f"{url}: cache not reset: requests are still running")
             time.sleep(_POLL_S)
@@ -300,27 +290,14 @@ def empty_caches(plan: StackPlan) -> None:
 
 def _sum(url: str, metric: str) -> float:
     """Return the sum of a metric's series at /metrics."""
-    lines = _answer("GET", f"{url}/metrics").decode().splitlines()
+    lines = _ask(f"{url}/metrics").body.decode().splitlines()
     return sum(
         float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{metric} ", f"{metric}{{"))
     )
 
 
-def _json(method: str, url: str) -> dict[str, Any]:
-    try:
-        value = json.loads(_answer(method, url))
-    except ValueError as error:
-        raise LocalStackError(f"{url}: {error}") from error
-    if not isinstance(value, dict):
-        raise LocalStackError(f"{url} answered {str(value)[:200]}")
-    return value
-
-
-def _answer(method: str, url: str) -> bytes:
-    try:
-        response = urllib3.request(method, url, timeout=_TIMEOUT_S, retries=False)
-    except urllib3.exceptions.HTTPError as error:
-        raise LocalStackError(f"{url}: {error}") from error
-    if response.status != 200:
-        raise LocalStackError(f"{url} answered {response.status}: {response.data[:200]!r}")
-    return response.data
+def _ask(url: str, posted: Mapping[str, Any] | None = None) -> Answer:
+    answer = _HTTP.ask(url, posted, read_s=_TIMEOUT_S)
+    if answer.status != 200:
+        raise LocalStackError(f"{url} answered {answer.text}")
+    return answer

@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from common.flags import CommandParser, add_flags
-from kvroute.router_pages import PagesError, PagesOptions, RouterPages
+from common.flags import CommandParser, add_flags, flag_values
+from kvroute.router_pages import PagesError, RouterPages
 from kvroute.terminal import count, has_colours, table
 from router.config.flags import positive_number
 
@@ -27,10 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "no terminal, once as plain lines.",
     )
     parser.add_argument("--interval", type=positive_number, default=1.0, metavar="S", help="(default: 1)")
-    add_flags(parser, PagesOptions)
+    add_flags(parser, RouterPages)
     arguments = parser.parse_args(argv)
     try:
-        pages = RouterPages(arguments)
+        pages = RouterPages(**flag_values(RouterPages, arguments))
         if not sys.stdout.isatty():
             print("\n".join(snapshot(pages)))
             return 0
@@ -47,13 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 time.sleep(arguments.interval)
     except KeyboardInterrupt:
         return 0
-    except PagesError as error:
+    except (OSError, ValueError) as error:
         print(f"kvroute top: error: {error}", file=sys.stderr)
         return 1
 
 
 def snapshot(pages: RouterPages) -> list[str]:
-    """Return the lines of the present state; raises a PagesError if the router does not answer."""
+    """Return the lines of the present state; raises an OSError if the router does not answer."""
     pods = pages.get("/debug/pods")["pods"]
     return list(lines(pods, pages.get(f"/debug/decisions?n={_DECISIONS}")["decisions"], time.time()))
 
