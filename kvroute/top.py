@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from common.flags import CommandParser, add_flags, flag_values
-from kvroute.router_pages import PagesError, RouterPages
-from kvroute.terminal import count, has_colours, table
+from kvroute.router_pages import RouterPages
+from kvroute.terminal import count, screen, table
 from router.config.flags import positive_number
 
 _DECISIONS, _DECISIONS_SHOWN = 200, 20
@@ -34,16 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not sys.stdout.isatty():
             print("\n".join(snapshot(pages)))
             return 0
-        try:
-            from rich.console import Console
-            from rich.live import Live
-            from rich.text import Text
-        except ModuleNotFoundError:
-            raise PagesError("needs the package rich: pip install 'kvroute[cli]'") from None
-        console = Console(no_color=not has_colours())
-        with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
+        with screen() as show:
             while True:
-                live.update(Text("\n".join(snapshot(pages)), no_wrap=True), refresh=True)
+                show(snapshot(pages))
                 time.sleep(arguments.interval)
     except KeyboardInterrupt:
         return 0
