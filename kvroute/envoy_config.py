@@ -99,36 +99,22 @@ def _address(text: str) -> Address:
     return host.strip("[]"), port(number)
 
 
+_SEVERAL: Any = {"nargs": "+", "metavar": "HOST:PORT"}
+
+
 @dataclass(frozen=True, slots=True)
 class EnvoySettings(DoorOptions):
     """Inputs of the configuration. Addresses are (host, port)."""
 
     gateway: Address = flag(
-        "addresses",
-        "--listen",
-        _address,
-        ("0.0.0.0", 8080),
-        "the gateway's (default: 0.0.0.0:8080)",
+        *("addresses", "--listen", _address, ("0.0.0.0", 8080), "the gateway's (default: 0.0.0.0:8080)"),
         metavar="HOST:PORT",
     )
     routers: Sequence[Address] = flag(
-        "addresses",
-        "--router",
-        _address,
-        (),
-        "gRPC ports of all routers",
-        required=True,
-        nargs="+",
-        metavar="HOST:PORT",
+        "addresses", "--router", _address, (), "gRPC ports of all routers", required=True, **_SEVERAL
     )
     pods: Sequence[Address] = flag(
-        "addresses",
-        "--pod",
-        _address,
-        (),
-        "model servers, for --failure-mode-allow",
-        nargs="+",
-        metavar="HOST:PORT",
+        "addresses", "--pod", _address, (), "model servers, for --failure-mode-allow", **_SEVERAL
     )
     round_robin: Address | None = None
     least_requests: Address | None = None
