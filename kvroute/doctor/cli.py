@@ -6,6 +6,7 @@ import argparse
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -103,10 +104,8 @@ def run_checks(flags: argparse.Namespace) -> list[Finding]:
 
 
 def _url(text: str) -> str:
-    try:
+    with suppress(ValueError):
         parts = urlsplit(text)
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
             return text.rstrip("/")
-    except ValueError:
-        pass
     raise ArgumentTypeError(f"must be http://HOST:PORT or https://HOST:PORT, not {text!r}")

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from functools import partial
 
 import msgspec
 
 from indexer import EngineReading
 from kvroute.doctor.findings import Report
-from kvroute.doctor.streams import events_problem, port_problem, replay_answers
+from kvroute.doctor.streams import events_problem, port_problem, replay_problem
 from kvroute.engines import Engine
 from kvroute.http_client import Answer, Http, UnreachableError
 from router.pods.engine_load import EnginePage
 
-_EVENTS_S, _REPLAY_S, _PAGE_S = 5.0, 3.0, 5.0
+_PAGE_S = 5.0
 BLOCK_TOKENS = 16  # of the router's index by default
 _BLOCK_TOKENS_MAX = 256
 _PROMPT_BLOCKS = 3
@@ -96,7 +95,7 @@ def _page(engine: Engine, http: Http, report: Report, router_block_tokens: int) 
     if page.load(now_s=0.0) is None:
         report.add("metrics", "missing", url=engine.metrics_url)
     if page.is_asleep:
-        report.add("asleep", "sleeps")
+        report.add("asleep", "sleeps", what="the engine")
     if _reading(page).caching.is_on is False:
         report.add("caching", "switched_off")
     if (size := page.block_tokens) is None:
@@ -117,10 +116,8 @@ def _check_ports(engine: Engine, report: Report) -> None:
     replay, snapshot = (
         (engine.stream.replay_endpoint, engine.stream.snapshot_url) if engine.stream else (None, None)
     )
-    for check, url in (("replay", replay), ("snapshot", snapshot)):
-        why = port_problem(url) if url else ""
-        if url and not why and check == "replay" and not replay_answers(url, _REPLAY_S):
-            why = f"no answer within {_REPLAY_S:g} s"
+    for check, url, problem in (("replay", replay, replay_problem), ("snapshot", snapshot, port_problem)):
+        why = problem(url) if url else ""
         report.add(check, "undeclared" if not url else "missing" if why else "open", url=url, why=why)
 
 
@@ -134,7 +131,13 @@ def _check_requests(engine: Engine, http: Http, report: Report, card: Card, page
     prompt = _random.choices(_TOKEN_IDS, k=whole_blocks + 1)
     body = {"model": card.id, "prompt": prompt, "max_tokens": 1}
     request = partial(http.ask, f"http://{engine.address}/v1/completions", body)
-    _check_events(engine.stream.events_endpoint if engine.stream else None, request, report)
+    endpoint = engine.stream.events_endpoint if engine.stream else None
+    if endpoint is None:
+        request()
+        report.add("events", "elsewhere")
+    else:
+        why, port = events_problem(endpoint, request), endpoint.rpartition(":")[2]
+        report.add("events", "missing" if why else "arrive", endpoint=endpoint, why=why, port=port)
     answer = request()
     if answer.status != 200:
         report.add("engine", "request", why=answer.text)
@@ -147,18 +150,6 @@ def _check_requests(engine: Engine, http: Http, report: Report, card: Card, page
     if cached and cached < whole_blocks:
         report.add("drafter", "costs", tokens=whole_blocks - cached)
     elif cached:
-        report.add("drafter", "free" if reading.has_drafter else "none")
+        report.add("drafter", "free")
     elif reading.has_drafter:
         report.add("drafter", "may_cost")
-
-
-def _check_events(endpoint: str | None, request: Callable[[], object], report: Report) -> None:
-    if endpoint is None or (why := port_problem(endpoint)):
-        request()
-    else:
-        why = events_problem(endpoint, request, _EVENTS_S)
-    if endpoint is None:
-        report.add("events", "elsewhere")
-    else:
-        port = endpoint.rpartition(":")[2]
-        report.add("events", "missing" if why else "arrive", endpoint=endpoint, why=why, port=port)
