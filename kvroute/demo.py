@@ -15,11 +15,12 @@ import urllib3
 from kvroute.demo_load import SMALL_LOAD, Ask, Load, Message, Session, new_messages, waves
 from kvroute.demo_report import KVROUTE, LEAST_REQUESTS, ROUND_ROBIN, Answer, Results, report, table
 from kvroute.envoy_config import POD_HEADER
-from kvroute.stack import LocalStackError, StackPlan, await_events, decision, empty_caches
+from kvroute.http_client import Http
+from kvroute.router_pages import RouterPages
+from kvroute.stack import LocalStackError, StackPlan, await_events, empty_caches
 from model_server.config import TINY_MODEL
 
-_TIMEOUT = urllib3.Timeout(connect=5.0, read=60.0)
-_HTTP = urllib3.PoolManager(maxsize=32, block=True, timeout=_TIMEOUT, retries=False)
+_HTTP = Http()
 _ANSWER_TOKENS = 4
 # Pause of the users between two turns, in which the events of the last blocks arrive.
 _PAUSE_S = 0.05
@@ -36,7 +37,7 @@ def run_demo(
         load: Sizes of the load; None: chosen by the model.
 
     Raises:
-        LocalStackError: A request failed.
+        LocalStackError, OSError: A request failed.
     """
     load = load or (Load() if plan.model_name == TINY_MODEL else SMALL_LOAD)
     urls = {
@@ -71,9 +72,9 @@ def _run(plan: StackPlan, url: str, asks: Sequence[Sequence[Ask]], *, explain: b
             answered = list(threads.map(partial(_ask, url, plan.model_name, said), wave))
             _pause(plan)
             if explain:
+                pages = RouterPages(plan.router_debug_url)
                 for answer in answered:
-                    record = decision(plan, answer.request_id)
-                    answer.predicted_tokens = record["predicted_cached_tokens"]
+                    answer.predicted_tokens = pages.decision(answer.request_id)["predicted_cached_tokens"]
             answers += answered
     return answers
 
@@ -121,14 +122,11 @@ def _chat(base_url: str, model: str, messages: Sequence[Message], *, tools: Sequ
         # The answers are text, whatever they look like; the loop's calls are scripted.
         body |= {"tools": list(tools), "tool_choice": "none"}
     started_s = time.monotonic()
-    try:
-        response = _HTTP.request("POST", url, json=body, preload_content=False)
+    with _HTTP.open(url, body) as response:
         if response.status != 200:
             text = response.read(500).decode(errors="replace")
             raise LocalStackError(f"{url} answered {response.status}: {text}")
         return _read(response, started_s)
-    except urllib3.exceptions.HTTPError as error:
-        raise LocalStackError(f"{url}: {error}") from error
 
 
 def _read(response: urllib3.BaseHTTPResponse, started_s: float) -> Answer:
@@ -144,7 +142,6 @@ def _read(response: urllib3.BaseHTTPResponse, started_s: float) -> Answer:
             ttft_s = ttft_s or time.monotonic() - started_s
             pieces.append(piece)
         usage = event.get("usage") or usage
-    response.release_conn()
     if ttft_s is None or usage is None:
         raise LocalStackError("the answer ended before its first token or without usage")
     return Answer(

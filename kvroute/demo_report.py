@@ -1,16 +1,16 @@
 """Report of the demonstration: a table of all requests, a bar chart and five lines."""
 
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from kvroute import terminal
+
 KVROUTE, ROUND_ROBIN, LEAST_REQUESTS = "kvroute", "round-robin", "least requests"
 
 _BAR = 40  # characters of the longest bar
 _REQUESTS_PER_LINE = 4
-_GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 # A mean time to first token that is less than a tenth shorter is no gain: runs differ as much.
 _GAIN = 0.9
 
@@ -37,17 +37,15 @@ Results = Mapping[str, Sequence[Answer]]
 def table(results: Results) -> str:
     """Return a table of a round: cached tokens of each request, and in parentheses wrong predictions."""
     sessions = dict.fromkeys(answer.session for answer in results[KVROUTE])
-    rows = [["cached tokens", "of prompts", *results]]
+    rows = []
     for session in sorted(sessions, key=lambda name: (name.split()[0], int(name.split()[1]))):
         mine = [[answer for answer in answers if answer.session == session] for answers in results.values()]
         for at in range(0, len(mine[0]), _REQUESTS_PER_LINE):
             cells = [answers[at : at + _REQUESTS_PER_LINE] for answers in mine]
             prompts = " ".join(f"{answer.prompt_tokens:>4}" for answer in cells[0])
             rows.append([session, prompts, *(" ".join(map(_cached, answers)) for answers in cells)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    heads = ["cached tokens", "of prompts", *results]
+    return "\n".join(terminal.table(heads, rows, words=range(len(heads))))
 
 
 def report(results: Results) -> str:
@@ -77,13 +75,11 @@ def _chart(
         for policy, answers in results.items()
     ]
     longest = max(value for *_, value in figures) or 1.0
-    colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     mark = "█" if (sys.stdout.encoding or "").lower().startswith("utf") else "#"
     lines = [title]
     for part, policy, value in figures:
         bar = mark * max(1, round(_BAR * value / longest))
-        if colours and policy == KVROUTE:
-            bar = f"{_GREEN}{bar}{_PLAIN}"
+        bar = terminal.styled(bar, terminal.GREEN if policy == KVROUTE else "")
         lines.append(f"  {part:<14}{policy:<15}{bar} {value:,.0f}")
     return "\n".join(lines)
 

@@ -38,11 +38,8 @@ class Engine(msgspec.Struct):
     @property
     def metrics_url(self) -> str:
         host, _, port = self.address.rpartition(":")
-        port, path = (
-            self.labels.get(METRICS_PORT_LABEL, port),
-            self.labels.get(METRICS_PATH_LABEL, "/metrics"),
-        )
-        return f"http://{host}:{port}{path}"
+        port = self.labels.get(METRICS_PORT_LABEL, port)
+        return f"http://{host}:{port}{self.labels.get(METRICS_PATH_LABEL, '/metrics')}"
 
 
 def engine_argument(text: str) -> PodEntry:

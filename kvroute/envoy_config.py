@@ -8,7 +8,6 @@ import json
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal
 
@@ -99,36 +98,22 @@ def _address(text: str) -> Address:
     return host.strip("[]"), port(number)
 
 
+_SEVERAL: Any = {"nargs": "+", "metavar": "HOST:PORT"}
+
+
 @dataclass(frozen=True, slots=True)
 class EnvoySettings(DoorOptions):
     """Inputs of the configuration. Addresses are (host, port)."""
 
     gateway: Address = flag(
-        "addresses",
-        "--listen",
-        _address,
-        ("0.0.0.0", 8080),
-        "the gateway's (default: 0.0.0.0:8080)",
+        *("addresses", "--listen", _address, ("0.0.0.0", 8080), "the gateway's (default: 0.0.0.0:8080)"),
         metavar="HOST:PORT",
     )
     routers: Sequence[Address] = flag(
-        "addresses",
-        "--router",
-        _address,
-        (),
-        "gRPC ports of all routers",
-        required=True,
-        nargs="+",
-        metavar="HOST:PORT",
+        "addresses", "--router", _address, (), "gRPC ports of all routers", required=True, **_SEVERAL
     )
     pods: Sequence[Address] = flag(
-        "addresses",
-        "--pod",
-        _address,
-        (),
-        "model servers, for --failure-mode-allow",
-        nargs="+",
-        metavar="HOST:PORT",
+        "addresses", "--pod", _address, (), "model servers, for --failure-mode-allow", **_SEVERAL
     )
     round_robin: Address | None = None
     least_requests: Address | None = None
@@ -164,25 +149,23 @@ def bootstrap(settings: EnvoySettings) -> dict[str, Any]:
         door["typed_config"]["failure_mode_allow"] = settings.failure_mode_allow
     else:
         door = parts["doors"]["ext_proc_full" if settings.responses == "full" else "ext_proc_skip"]
-    round_robin: _Action = (actions["round_robin"], [])
     # An ORIGINAL_DST cluster has no fallback pod: without a pick, a request fails unless round-robin is
     # allowed.
     routes: list[_Action] = [(actions["picked"], [])]
     if settings.failure_mode_allow:
         has_pod = {"name": DESTINATION_HEADER, "present_match": True}
-        routes = [(actions["picked"], [has_pod]), round_robin]
+        routes = [(actions["picked"], [has_pod]), (actions["round_robin"], [])]
     gateway = _listener("gateway", settings.gateway, parts, routes, [door], parts["access_log"])
     if settings.responses == "usage":
         read_usage(gateway, parts["token_usage"])
     listeners = [gateway]
     used = [clusters["picked_pod"], _to(clusters["router"], settings.routers)]
-    if settings.round_robin is not None:
-        listeners.append(_listener("round_robin", settings.round_robin, parts, [round_robin], [], []))
     if settings.round_robin is not None or settings.failure_mode_allow:
         used.append(_to(clusters["round_robin"], settings.pods))
+    for name, address in (("round_robin", settings.round_robin), ("least_requests", settings.least_requests)):
+        if address is not None:
+            listeners.append(_listener(name, address, parts, [(actions[name], [])], [], []))
     if settings.least_requests is not None:
-        action: _Action = (actions["least_requests"], [])
-        listeners.append(_listener("least_requests", settings.least_requests, parts, [action], [], []))
         used.append(_to(clusters["least_requests"], settings.pods))
     return {
         "node": {"id": "kvroute-local", "cluster": "kvroute"},
@@ -243,15 +226,9 @@ def _to(cluster: dict[str, Any], addresses: Sequence[Address]) -> dict[str, Any]
     """Return a copy of a cluster with endpoints, which are found by DNS where they have names."""
     endpoints = [{"endpoint": {"address": _socket(address)}} for address in addresses]
     assignment = {"cluster_name": cluster["name"], "endpoints": [{"lb_endpoints": endpoints}]}
-    kind = {} if all(_is_ip(host) for host, _ in addresses) else {"type": "STRICT_DNS"}
+    are_ips = all(":" in host or host.replace(".", "").isdecimal() for host, _ in addresses)
+    kind = {} if are_ips else {"type": "STRICT_DNS"}
     return {**cluster, **kind, "load_assignment": assignment}
-
-
-def _is_ip(host: str) -> bool:
-    try:
-        return bool(ip_address(host))
-    except ValueError:
-        return False
 
 
 def _socket(address: Address) -> dict[str, Any]:

@@ -10,10 +10,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-from common.flags import CommandParser, add_flags, pair
-from kvroute.router_pages import PagesError, PagesOptions, RouterPages
+from common.flags import CommandParser, add_flags, flag_values, pair
+from kvroute.router_pages import RouterPages
 from kvroute.terminal import BOLD, YELLOW, clean, count, styled, table
 
 # Parts of a candidate's cost in seconds, which add up to it.
@@ -34,13 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     is_sent = arguments.request_id is not None
     try:
-        pages = RouterPages(arguments)
+        pages = RouterPages(**flag_values(RouterPages, arguments))
         if is_sent:
-            record = _recorded(pages, arguments.request_id)
+            record = pages.decision(arguments.request_id)
         else:
             record = pages.get("/debug/explain", _asked(pages, arguments))
         drafters = pages.get("/ready").get("drafters", ())
-    except (PagesError, ValueError, OSError) as error:
+    except (OSError, ValueError) as error:
         print(f"kvroute explain: error: {error}", file=sys.stderr)
         return 1
     if arguments.json:
@@ -67,16 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--header", type=pair(str), action="append", metavar="NAME=VALUE", help=what)
     made.add_argument("--pool", help="InferencePool, of a router with several (default: its first)")
     made.add_argument("--json", action="store_true", help="print the record as JSON")
-    add_flags(made, PagesOptions)
+    add_flags(made, RouterPages)
     return made
-
-
-def _recorded(pages: RouterPages, request_id: str) -> dict[str, Any]:
-    found = pages.get(f"/debug/decisions?request_id={quote(request_id, safe='')}")["decisions"]
-    if not found:
-        text = "the router has no record of request {}: each router keeps the latest 1,000 of its own"
-        raise PagesError(text.format(clean(request_id)))
-    return dict(found[0])
 
 
 def _asked(pages: RouterPages, arguments: argparse.Namespace) -> dict[str, Any]:

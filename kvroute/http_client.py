@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,12 +13,12 @@ import urllib3
 
 CONNECT_S = 2.0
 _BODY_BYTES_MAX = 64 << 20
-_JSON = {"content-type": "application/json"}
+_IDLE_MAX = 32  # connections of a server that are kept
 _T = TypeVar("_T")
 FIELDS = msgspec.json.Decoder(dict[str, Any])
 
 
-class UnreachableError(Exception):
+class UnreachableError(OSError):
     """Request without a response; `is_hung` tells that it was sent, but not answered in time."""
 
     def __init__(self, url: str, error: Exception) -> None:
@@ -54,11 +54,21 @@ class Answer:
 
 
 class Http:
-    """HTTP client. `ca`: PEM file of the authorities for https; `token`: bearer token of all requests."""
+    """HTTP client. `ca_file`: PEM of the authorities for https; `token_file`: bearer token of all requests.
 
-    def __init__(self, ca: Path | None = None, token: str | None = None) -> None:
-        self._pool = urllib3.PoolManager(retries=False, ca_certs=None if ca is None else str(ca))
-        self._headers = {} if token is None else {"authorization": f"Bearer {token}"}
+    Raises:
+        ValueError: The token cannot be read.
+    """
+
+    def __init__(self, ca_file: Path | None = None, token_file: Path | None = None) -> None:
+        ca = None if ca_file is None else str(ca_file)
+        self._pool = urllib3.PoolManager(maxsize=_IDLE_MAX, retries=False, ca_certs=ca)
+        self._headers = {}
+        if token_file is not None:
+            try:
+                self._headers["authorization"] = f"Bearer {token_file.read_text('utf-8').strip()}"
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"--token-file {token_file}: cannot be read: {error}") from error
 
     def ask(self, url: str, body: Mapping[str, Any] | None = None, *, read_s: float = 60.0) -> Answer:
         """Send a GET, or a POST with a JSON body; raises an UnreachableError without a response."""
@@ -70,23 +80,10 @@ class Http:
         self, url: str, body: Mapping[str, Any] | None = None, *, read_s: float = 60.0
     ) -> Iterator[urllib3.BaseHTTPResponse]:
         """Send a request as `ask`, and yield the response with its body unread."""
-        data, kind = (None, {}) if body is None else (msgspec.json.encode(body), _JSON)
-        timeout = urllib3.Timeout(connect=CONNECT_S, read=read_s)
-        headers, method = self._headers | kind, "GET" if body is None else "POST"
-        response = None
+        method, timeout = "GET" if body is None else "POST", urllib3.Timeout(connect=CONNECT_S, read=read_s)
+        more: dict[str, Any] = {"headers": self._headers, "timeout": timeout, "redirect": False}
         try:
-            response = self._pool.request(
-                method,
-                url,
-                body=data,
-                headers=headers,
-                timeout=timeout,
-                preload_content=False,
-                redirect=False,
-            )
-            yield response
+            with closing(self._pool.request(method, url, json=body, preload_content=False, **more)) as opened:
+                yield opened
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise UnreachableError(url, error) from error
-        finally:
-            if response is not None:
-                response.close()

@@ -9,12 +9,10 @@ import shutil
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
-
-import urllib3
+from typing import Any, Literal
 
 from common.flags import file_flag, flag, pair
 from indexer.pod_entry import (
@@ -28,17 +26,21 @@ from indexer.pod_entry import (
 )
 from kvroute.engines import ENGINE_METAVAR, engine_argument
 from kvroute.envoy_config import DoorOptions, EnvoySettings, bootstrap
+from kvroute.http_client import Answer, Http
+from kvroute.router_pages import RouterPages
 from model_server.config import TINY_MODEL
 
 HOST = "127.0.0.1"
 Host = Literal["127.0.0.1", "0.0.0.0"]
 REPLICAS_MAX = 100
 _ENGINES = "in front of running engines"
-# Offsets from the base port, in the order of `_Pod`; pod i (from 1) adds i.
+# Offsets from the base port of a pod's API and of the ports that its labels name; pod i (from 1) adds i.
 _POD_PORTS = (100, 200, 300, 400)
+_POD_LABELS = (EVENTS_PORT_LABEL, REPLAY_PORT_LABEL, ADMIN_PORT_LABEL)
 _TIMEOUT_S = 10.0
 _ENTRY_FIELDS = ("name", "namespace", "address", "port", "labels")
 _PODS_TIMEOUT_S = 120.0
+_HTTP = Http()
 _POLL_S = 0.05
 _PUBLISHED = "kvroute_kv_event_batches_published_total"
 _RECEIVED = "llm_d_epp_kv_cache_events_messages_received_total"
@@ -92,16 +94,6 @@ class StackOptions(DoorOptions):
         return not (self.engines or self.pods_file)
 
 
-class _Pod(NamedTuple):
-    """Name and ports of a model server."""
-
-    name: str
-    http: int
-    events: int
-    replay: int
-    admin: int
-
-
 @dataclass(frozen=True, slots=True)
 class ChildPlan:
     """Name, command line and TCP ports of one process."""
@@ -151,11 +143,11 @@ def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
     model_name = TINY_MODEL if options.model == TINY_MODEL else Path(options.model).resolve().name
     grpc, health, metrics, round_robin, least_requests = range(base, base + 5)
     pods = [
-        _Pod(f"model-server-{number}", *(base + kind + number for kind in _POD_PORTS))
+        _own_pod(number, base, model_name)
         for number in range(1, options.replicas + 1)
         if options.has_own_engines
     ]
-    entries = list(options.engines) or [_entry(pod, model_name) for pod in pods]
+    entries = list(options.engines) or pods
     if options.pods_file:
         entries = list(parse_pods(options.pods_file.read_text("utf-8"), str(options.pods_file)))
     endpoints = [{name: getattr(entry, name) for name in _ENTRY_FIELDS} for entry in entries]
@@ -185,7 +177,7 @@ def plan_stack(options: StackOptions, directory: Path) -> StackPlan:
         router_debug_url=f"http://{HOST}:{metrics}",
         router_grpc=f"{HOST}:{grpc}",
         pod_urls={entry.pod: f"http://{entry.pod}" for entry in entries},
-        admin_urls=[f"http://{HOST}:{pod.admin}" for pod in pods],
+        admin_urls=[f"http://{pod.admin}" for pod in pods],
         model_name=model_name,
     )
 
@@ -199,17 +191,19 @@ def envoy_command() -> str:
     return found
 
 
-def _model_server(options: StackOptions, pod: _Pod, model_name: str) -> ChildPlan:
-    argv = [sys.executable, "-m", "model_server", "--host", HOST, "--port", str(pod.http)]
-    argv += ["--admin-port", str(pod.admin)]
+def _model_server(options: StackOptions, pod: PodEntry, model_name: str) -> ChildPlan:
+    events, replay, admin = (pod.labels[label] for label in _POD_LABELS)
+    argv = [sys.executable, "-m", "model_server", "--host", HOST, "--port", str(pod.port)]
+    argv += ["--admin-port", admin]
     argv += ["--model", options.model, "--served-model-name", model_name]
     argv += ["--num-gpu-blocks", str(options.gpu_blocks), "--cpu-blocks", str(options.cpu_blocks)]
     # Events contain prompts, so publish them on loopback only.
-    argv += ["--kv-events-endpoint", f"tcp://{HOST}:{pod.events}", "--kv-events-bind"]
-    argv += ["--kv-replay-endpoint", f"tcp://{HOST}:{pod.replay}"]
+    argv += ["--kv-events-endpoint", f"tcp://{HOST}:{events}", "--kv-events-bind"]
+    argv += ["--kv-replay-endpoint", f"tcp://{HOST}:{replay}"]
     # Engines share the machine's cores. One thread each leaves CPU time for Envoy and the router.
     argv += ["--torch-threads", "1"]
-    return ChildPlan(pod.name, argv, pod[1:], f"http://{HOST}:{pod.http}/health")
+    ports = [pod.port, int(events), int(replay), int(admin)]
+    return ChildPlan(pod.name, argv, ports, f"http://{pod.pod}/health")
 
 
 def _router(
@@ -237,25 +231,19 @@ def _envoy(directory: Path, ports: tuple[int, int, int]) -> ChildPlan:
     return ChildPlan("envoy", [*argv, "--log-level", "warning"], ports)
 
 
-def _entry(pod: _Pod, model_name: str) -> PodEntry:
+def _own_pod(number: int, base_port: int, model_name: str) -> PodEntry:
     """Return the entry of a model server of the stack."""
-    labels = {
-        MODEL_LABEL: model_name,
-        EVENTS_PORT_LABEL: str(pod.events),
-        REPLAY_PORT_LABEL: str(pod.replay),
-        SNAPSHOT_LABEL: "true",
-        ADMIN_PORT_LABEL: str(pod.admin),
-    }
-    return PodEntry(pod.name, "local", HOST, pod.http, labels)
+    ports = [base_port + kind + number for kind in _POD_PORTS]
+    labels = {MODEL_LABEL: model_name, SNAPSHOT_LABEL: "true"}
+    labels |= {label: str(port) for label, port in zip(_POD_LABELS, ports[1:], strict=True)}
+    return PodEntry(f"model-server-{number}", "local", HOST, ports[0], labels)
 
 
 def await_pods(plan: StackPlan, check: Callable[[], None]) -> None:
     """Wait until every pod is ready with an EXACT view; raises a LocalStackError that names the obstacle."""
-    end_s = time.monotonic() + _PODS_TIMEOUT_S
+    end_s, pages = time.monotonic() + _PODS_TIMEOUT_S, RouterPages(plan.router_debug_url)
     while waiting := [
-        pod
-        for pod in _json("GET", f"{plan.router_debug_url}/debug/pods")["pods"]
-        if not (pod["ready"] and pod["view"] == "EXACT")
+        pod for pod in pages.get("/debug/pods")["pods"] if not (pod["ready"] and pod["view"] == "EXACT")
     ]:
         check()  # raises when a process of the stack has died
         if time.monotonic() > end_s:
@@ -264,15 +252,6 @@ def await_pods(plan: StackPlan, check: Callable[[], None]) -> None:
                 f"the router does not use {pod['address']}: {pod['why_not'] or pod['view']}"
             )
         time.sleep(_POLL_S)
-
-
-def decision(plan: StackPlan, request_id: str) -> dict[str, Any]:
-    """Return the router's decision record of a request; raises a LocalStackError if it has none."""
-    answer = _json("GET", f"{plan.router_debug_url}/debug/decisions?request_id={request_id}")
-    if not answer["decisions"]:
-        raise LocalStackError(f"the router has no record of request {request_id}")
-    found: dict[str, Any] = answer["decisions"][0]
-    return found
 
 
 def await_events(plan: StackPlan) -> None:
@@ -292,7 +271,7 @@ def empty_caches(plan: StackPlan) -> None:
     """Reset the prefix cache of every pod; raises a LocalStackError if requests run for some seconds more."""
     end_s = time.monotonic() + _TIMEOUT_S
     for url in plan.admin_urls:
-        while not _json("POST", f"{url}/reset_prefix_cache").get("success"):
+        while not _ask(f"{url}/reset_prefix_cache", {}).get("success"):
             if time.monotonic() > end_s:
                 raise LocalStackError(f"{url}: cache not reset: requests are still running")
             time.sleep(_POLL_S)
@@ -300,27 +279,14 @@ def empty_caches(plan: StackPlan) -> None:
 
 def _sum(url: str, metric: str) -> float:
     """Return the sum of a metric's series at /metrics."""
-    lines = _answer("GET", f"{url}/metrics").decode().splitlines()
+    lines = _ask(f"{url}/metrics").body.decode().splitlines()
     return sum(
         float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{metric} ", f"{metric}{{"))
     )
 
 
-def _json(method: str, url: str) -> dict[str, Any]:
-    try:
-        value = json.loads(_answer(method, url))
-    except ValueError as error:
-        raise LocalStackError(f"{url}: {error}") from error
-    if not isinstance(value, dict):
-        raise LocalStackError(f"{url} answered {str(value)[:200]}")
-    return value
-
-
-def _answer(method: str, url: str) -> bytes:
-    try:
-        response = urllib3.request(method, url, timeout=_TIMEOUT_S, retries=False)
-    except urllib3.exceptions.HTTPError as error:
-        raise LocalStackError(f"{url}: {error}") from error
-    if response.status != 200:
-        raise LocalStackError(f"{url} answered {response.status}: {response.data[:200]!r}")
-    return response.data
+def _ask(url: str, posted: Mapping[str, Any] | None = None) -> Answer:
+    answer = _HTTP.ask(url, posted, read_s=_TIMEOUT_S)
+    if answer.status != 200:
+        raise LocalStackError(f"{url} answered {answer.text}")
+    return answer

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 
-BOLD, YELLOW = "1", "33"
+BOLD, RED, GREEN, YELLOW = "1", "1;31", "32", "33"
 
 
 def has_colours() -> bool:
@@ -17,6 +19,22 @@ def has_colours() -> bool:
 def styled(text: str, style: str) -> str:
     """Return a text in a colour or weight, where standard output shows these."""
     return f"\x1b[{style}m{text}\x1b[0m" if style and has_colours() else text
+
+
+@contextmanager
+def screen() -> Iterator[Callable[[Sequence[str]], None]]:
+    """Leave the terminal's text for a screen; yield a function that shows lines, cut at its edges."""
+
+    def show(lines: Sequence[str]) -> None:
+        width, height = shutil.get_terminal_size()
+        shown = "\x1b[K\n".join(line[: width - 1] for line in lines[:height])
+        print(f"\x1b[H{shown}\x1b[J", end="", flush=True)
+
+    print("\x1b[?1049h\x1b[?25l", end="")
+    try:
+        yield show
+    finally:
+        print("\x1b[?25h\x1b[?1049l", end="", flush=True)
 
 
 def clean(value: object, chars_max: int = 200) -> str:

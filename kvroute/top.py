@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from common.flags import CommandParser, add_flags
-from kvroute.router_pages import PagesError, PagesOptions, RouterPages
-from kvroute.terminal import count, has_colours, table
+from common.flags import CommandParser, add_flags, flag_values
+from kvroute.router_pages import RouterPages
+from kvroute.terminal import count, screen, table
 from router.config.flags import positive_number
 
 _DECISIONS, _DECISIONS_SHOWN = 200, 20
@@ -27,33 +27,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         "no terminal, once as plain lines.",
     )
     parser.add_argument("--interval", type=positive_number, default=1.0, metavar="S", help="(default: 1)")
-    add_flags(parser, PagesOptions)
+    add_flags(parser, RouterPages)
     arguments = parser.parse_args(argv)
     try:
-        pages = RouterPages(arguments)
+        pages = RouterPages(**flag_values(RouterPages, arguments))
         if not sys.stdout.isatty():
             print("\n".join(snapshot(pages)))
             return 0
-        try:
-            from rich.console import Console
-            from rich.live import Live
-            from rich.text import Text
-        except ModuleNotFoundError:
-            raise PagesError("needs the package rich: pip install 'kvroute[cli]'") from None
-        console = Console(no_color=not has_colours())
-        with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
+        with screen() as show:
             while True:
-                live.update(Text("\n".join(snapshot(pages)), no_wrap=True), refresh=True)
+                show(snapshot(pages))
                 time.sleep(arguments.interval)
     except KeyboardInterrupt:
         return 0
-    except PagesError as error:
+    except (OSError, ValueError) as error:
         print(f"kvroute top: error: {error}", file=sys.stderr)
         return 1
 
 
 def snapshot(pages: RouterPages) -> list[str]:
-    """Return the lines of the present state; raises a PagesError if the router does not answer."""
+    """Return the lines of the present state; raises an OSError if the router does not answer."""
     pods = pages.get("/debug/pods")["pods"]
     return list(lines(pods, pages.get(f"/debug/decisions?n={_DECISIONS}")["decisions"], time.time()))
 

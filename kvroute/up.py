@@ -139,7 +139,3 @@ def _progress() -> Callable[[str], None]:
 
     say("starting the stack")
     return say
-
-
-if __name__ == "__main__":
-    sys.exit(main())

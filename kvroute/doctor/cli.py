@@ -6,6 +6,7 @@ import argparse
 import sys
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,6 +21,7 @@ from kvroute.doctor.gateway import GatewayCheck
 from kvroute.doctor.router import Pods, check_router
 from kvroute.engines import ENGINE_METAVAR, declared_engine, engine_argument
 from kvroute.http_client import Http
+from kvroute.router_pages import RouterPages
 from router.config.flags import positive_number
 
 STREAM_S = 20.0  # above Envoy's default route timeout of 15 s
@@ -75,12 +77,11 @@ def run_checks(flags: argparse.Namespace) -> list[Finding]:
         OSError, ValueError: A file of the flags cannot be read.
     """
     findings: list[Finding] = []
-    token = None if flags.token_file is None else flags.token_file.read_text("utf-8").strip()
-    http, router_http = Http(flags.ca_file), Http(flags.ca_file, token)
-    router = Pods()
+    http, router = Http(flags.ca_file), Pods()
+    pages = RouterPages(flags.router_url, flags.token_file, flags.ca_file)
     if flags.router_url:
         report = Report(flags.router_url, findings)
-        router = check_router(flags.router_url, flags.router_grpc, router_http, report)
+        router = check_router(flags.router_url, flags.router_grpc, pages.http, report)
     engines = [declared_engine(entry) for entry in flags.engine or ()] or router.pods
     found = [
         check_engine(one, http, Report(one.address, findings), flags.model, router.block_tokens)
@@ -92,9 +93,9 @@ def run_checks(flags: argparse.Namespace) -> list[Finding]:
     if flags.envoy_admin:
         check_envoy(flags.envoy_admin, http, Report(flags.envoy_admin, findings))
     if flags.gateway_url and cards:
-        report, url = Report(flags.gateway_url, findings), flags.router_url if router.pods else None
+        report, decides = Report(flags.gateway_url, findings), pages if router.pods else None
         pods = sum(card.id == cards[0].id for card in cards)
-        GatewayCheck(flags.gateway_url, url, http, router_http, report, cards[0], pods, flags.stream_s).run()
+        GatewayCheck(flags.gateway_url, decides, http, report, cards[0], pods, flags.stream_s).run()
     elif flags.gateway_url:
         Report(flags.gateway_url, findings).add("gateway", "no_engine")
     if flags.namespace:
@@ -103,10 +104,8 @@ def run_checks(flags: argparse.Namespace) -> list[Finding]:
 
 
 def _url(text: str) -> str:
-    try:
+    with suppress(ValueError):
         parts = urlsplit(text)
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
             return text.rstrip("/")
-    except ValueError:
-        pass
     raise ArgumentTypeError(f"must be http://HOST:PORT or https://HOST:PORT, not {text!r}")

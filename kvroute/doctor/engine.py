@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import msgspec
-from prometheus_client.parser import text_string_to_metric_families
 
+from indexer import EngineReading
 from kvroute.doctor.findings import Report
-from kvroute.doctor.streams import events_problem, port_problem, replay_answers
+from kvroute.doctor.streams import events_problem, port_problem, replay_problem
 from kvroute.engines import Engine
 from kvroute.http_client import Answer, Http, UnreachableError
+from router.pods.engine_load import EnginePage
 
-_EVENTS_S, _REPLAY_S, _PAGE_S = 5.0, 3.0, 5.0
+_PAGE_S = 5.0
 BLOCK_TOKENS = 16  # of the router's index by default
 _BLOCK_TOKENS_MAX = 256
 _PROMPT_BLOCKS = 3
 _TOKEN_IDS = range(100, 250)  # ordinary tokens in all vocabularies
 # Not the shared generator, which a seed may make repeat a prompt that is cached already.
 _random = random.SystemRandom()
-_CONFIGS = ("vllm:cache_config_info", "sglang:cache_config_info")
-_SLEEP, _DRAFTS = "vllm:engine_sleep_state", "vllm:spec_decode_num_drafts"
 
 
 class Card(msgspec.Struct):
@@ -38,17 +35,6 @@ class _Cards(msgspec.Struct):
 
 
 _CARDS = msgspec.json.Decoder(_Cards)
-
-
-@dataclass(frozen=True, slots=True)
-class EnginePage:
-    """Facts of a metrics page; None where it does not tell."""
-
-    is_known: bool = False  # whether it is the page of a known engine
-    block_tokens: int | None = None
-    is_caching: bool | None = None
-    has_drafter: bool = False
-    is_asleep: bool = False
 
 
 def cached_tokens(answer: Answer) -> int | None:
@@ -73,8 +59,7 @@ def check_engine(
         card = _served(engine, http, report, model)
         if card is None:
             return None
-        page = _page(engine, http, report)
-        _judge_page(page, report, router_block_tokens)
+        page = _page(engine, http, report, router_block_tokens)
         _check_ports(engine, report)
         if page.is_asleep:
             return None
@@ -103,46 +88,42 @@ def _served(engine: Engine, http: Http, report: Report, model: str | None) -> Ca
     return card
 
 
-def _page(engine: Engine, http: Http, report: Report) -> EnginePage:
+def _page(engine: Engine, http: Http, report: Report, router_block_tokens: int) -> EnginePage:
+    """Return the metrics page, and report what it tells."""
     answer = http.ask(engine.metrics_url, read_s=_PAGE_S)
-    try:
-        page = read_page(answer.body.decode()) if answer.status == 200 else EnginePage()
-    except ValueError:
-        page = EnginePage()
-    if not page.is_known:
+    page = EnginePage(answer.body if answer.status == 200 else b"")
+    if page.load(now_s=0.0) is None:
         report.add("metrics", "missing", url=engine.metrics_url)
-    return page
-
-
-def _judge_page(page: EnginePage, report: Report, router: int) -> None:
     if page.is_asleep:
-        report.add("asleep", "sleeps")
-    if page.is_caching is False:
+        report.add("asleep", "sleeps", what="the engine")
+    if _reading(page).caching.is_on is False:
         report.add("caching", "switched_off")
-    size = page.block_tokens
-    if size is None:
+    if (size := page.block_tokens) is None:
         case = "unknown"
-    elif size % router:
+    elif size % router_block_tokens:
         case = "no_multiple"
     else:
         case = "large" if size > _BLOCK_TOKENS_MAX else "fits"
-    report.add("block_size", case, size=size, router=router)
+    report.add("block_size", case, size=size, router=router_block_tokens)
+    return page
+
+
+def _reading(page: EnginePage) -> EngineReading:
+    return page.reading() or EngineReading()
 
 
 def _check_ports(engine: Engine, report: Report) -> None:
     replay, snapshot = (
         (engine.stream.replay_endpoint, engine.stream.snapshot_url) if engine.stream else (None, None)
     )
-    for check, url in (("replay", replay), ("snapshot", snapshot)):
-        why = port_problem(url) if url else ""
-        if url and not why and check == "replay" and not replay_answers(url, _REPLAY_S):
-            why = f"no answer within {_REPLAY_S:g} s"
+    for check, url, problem in (("replay", replay, replay_problem), ("snapshot", snapshot, port_problem)):
+        why = problem(url) if url else ""
         report.add(check, "undeclared" if not url else "missing" if why else "open", url=url, why=why)
 
 
 def _check_requests(engine: Engine, http: Http, report: Report, card: Card, page: EnginePage) -> None:
     """Send one prompt twice: the first must publish events, the second must hit."""
-    size = page.block_tokens or BLOCK_TOKENS
+    size, reading = page.block_tokens or BLOCK_TOKENS, _reading(page)
     whole_blocks, most = _PROMPT_BLOCKS * size, card.max_model_len
     if most is not None and whole_blocks + 1 >= most:
         report.add("block_size", "beyond_model", most=most, blocks=_PROMPT_BLOCKS, size=size)
@@ -150,7 +131,13 @@ def _check_requests(engine: Engine, http: Http, report: Report, card: Card, page
     prompt = _random.choices(_TOKEN_IDS, k=whole_blocks + 1)
     body = {"model": card.id, "prompt": prompt, "max_tokens": 1}
     request = partial(http.ask, f"http://{engine.address}/v1/completions", body)
-    _check_events(engine.stream.events_endpoint if engine.stream else None, request, report)
+    endpoint = engine.stream.events_endpoint if engine.stream else None
+    if endpoint is None:
+        request()
+        report.add("events", "elsewhere")
+    else:
+        why, port = events_problem(endpoint, request), endpoint.rpartition(":")[2]
+        report.add("events", "missing" if why else "arrive", endpoint=endpoint, why=why, port=port)
     answer = request()
     if answer.status != 200:
         report.add("engine", "request", why=answer.text)
@@ -158,40 +145,11 @@ def _check_requests(engine: Engine, http: Http, report: Report, card: Card, page
     cached = cached_tokens(answer)
     if cached is None:
         report.add("caching", "untold")
-    elif cached or page.is_caching is not False:
+    elif cached or reading.caching.is_on is not False:
         report.add("caching", "hits" if cached else "no_hit", cached=cached)
     if cached and cached < whole_blocks:
         report.add("drafter", "costs", tokens=whole_blocks - cached)
     elif cached:
-        report.add("drafter", "free" if page.has_drafter else "none")
-    elif page.has_drafter:
+        report.add("drafter", "free")
+    elif reading.has_drafter:
         report.add("drafter", "may_cost")
-
-
-def _check_events(endpoint: str | None, request: Callable[[], object], report: Report) -> None:
-    if endpoint is None or (why := port_problem(endpoint)):
-        request()
-    else:
-        why = events_problem(endpoint, request, _EVENTS_S)
-    if endpoint is None:
-        report.add("events", "elsewhere")
-    else:
-        port = endpoint.rpartition(":")[2]
-        report.add("events", "missing" if why else "arrive", endpoint=endpoint, why=why, port=port)
-
-
-def read_page(text: str) -> EnginePage:
-    """Parse a metrics page in Prometheus text format; raises a ValueError if it is invalid."""
-    families = {family.name: family.samples for family in text_string_to_metric_families(text)}
-    configs = [sample.labels for name in _CONFIGS for sample in families.get(name, ())]
-    sizes = [labels.get("block_size") or labels.get("page_size") or "" for labels in configs]
-    caching = [labels["enable_prefix_caching"] for labels in configs if "enable_prefix_caching" in labels]
-    sleeps = [one for one in families.get(_SLEEP, ()) if one.labels.get("sleep_state") == "awake"]
-    return EnginePage(
-        is_known=any(name.startswith(("vllm:", "sglang:", "trtllm_", "nv_trt_llm_")) for name in families),
-        block_tokens=next((int(size) for size in sizes if size.isdecimal() and int(size)), None),
-        is_caching="False" not in caching if caching else None,
-        # Without a TYPE line the parser leaves "_total" at the name.
-        has_drafter=any(name.startswith(_DRAFTS) and samples for name, samples in families.items()),
-        is_asleep=bool(sleeps) and not any(one.value for one in sleeps),
-    )

@@ -1,9 +1,9 @@
-"""Findings of the doctor, declared in findings.yaml, and their output as table, lines or JSON."""
+"""Findings of the doctor, declared in findings.yaml, and their output."""
 
 from __future__ import annotations
 
-import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
@@ -14,10 +14,10 @@ from typing import Any, Literal
 import msgspec
 import yaml
 
-from kvroute.terminal import clean
+from kvroute.terminal import GREEN, RED, YELLOW, clean, styled
 
 Status = Literal["ok", "warn", "fail", "skipped"]
-_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skipped": "dim"}
+_STYLES: dict[Status, str] = {"ok": GREEN, "warn": YELLOW, "fail": RED, "skipped": ""}
 _CLOCK_SKEW_MAX_S, _TEXT_CHARS_MAX = 2.0, 2000
 _TABLE = Path(__file__).with_name("findings.yaml")
 
@@ -71,25 +71,11 @@ def exit_status(findings: Sequence[Finding]) -> int:
 
 
 def print_findings(findings: Sequence[Finding]) -> None:
-    """Print a table on a terminal where `rich` is installed, else lines."""
-    counts = {each: sum(one.status == each for one in findings) for each in _STYLES}
-    summary = ", ".join(f"{count} {status}" for status, count in counts.items())
-    if sys.stdout.isatty():
-        try:
-            from rich.console import Console
-            from rich.table import Table
-            from rich.text import Text
-
-            table = Table("status", "check", "subject", "finding -> remedy", caption=summary)
-            for one in findings:
-                text = Text(one.what).append(f"\n-> {one.remedy}" if one.remedy else "", "bold")
-                table.add_row(Text(one.status, _STYLES[one.status]), one.check, one.subject, text)
-            Console().print(table)
-            return
-        except ImportError:
-            pass
+    """Print each finding with its remedy, then the number of each status."""
     for one in findings:
-        print(f"{one.status:<8}{one.check:<11} {one.subject}: {one.what}")
+        status = styled(f"{one.status:<8}", _STYLES[one.status])
+        print(f"{status}{one.check:<11} {one.subject}: {one.what}")
         if one.remedy:
             print(f"{'':<20}-> {one.remedy}")
-    print(summary, flush=True)
+    counts = Counter(one.status for one in findings)
+    print(", ".join(f"{counts[status]} {status}" for status in _STYLES), flush=True)

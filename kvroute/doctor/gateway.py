@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from kvroute.doctor.engine import Card, cached_tokens
 from kvroute.doctor.findings import Report
 from kvroute.envoy_config import POD_HEADER
 from kvroute.http_client import Answer, Http, UnreachableError
+from kvroute.router_pages import PagesError, RouterPages
 
 _BODIES_MIB = (1, 2)
 _REQUESTS = 6
@@ -26,39 +25,13 @@ _STREAM_END = b"[DONE]"
 _DEGRADED = ("passthrough", "no_tokenizer", "tokenizer_unavailable")
 
 
-class _Candidate(msgspec.Struct):
-    pod: str
-    cached_tokens_by_tier: dict[str, int] = {}
-
-
-class _Decision(msgspec.Struct):
-    pod: str
-    degraded: str | None = None
-    prompt_tokens: int | None = None
-    candidates: list[_Candidate] = []
-
-    @property
-    def confirmed_tokens(self) -> int:
-        """Tokens of the prompt that the picked pod's events have confirmed."""
-        tiers = [each.cached_tokens_by_tier for each in self.candidates if each.pod == self.pod]
-        return sum(tokens for each in tiers for tier, tokens in each.items() if tier != "speculative")
-
-
-class _Decisions(msgspec.Struct):
-    decisions: list[_Decision] = []
-
-
-_DECISIONS = msgspec.json.Decoder(_Decisions)
-
-
 @dataclass(slots=True)
 class GatewayCheck:
     """Checks of one gateway."""
 
     url: str
-    router_url: str | None  # metrics port of its router; None: checks that need decisions are left out
+    pages: RouterPages | None  # of its router; None: checks that need decisions are left out
     http: Http
-    router_http: Http  # of the router's pages
     report: Report
     card: Card  # model of the requests
     pods: int  # pods that serve the model
@@ -79,7 +52,7 @@ class GatewayCheck:
                 return
             self.report.add("gateway", "answers")
             self.report.judge_clock(answer.headers.get("date"))
-            if self.router_url is None:
+            if self.pages is None:
                 self.report.add("picks", "no_decisions")
             elif self._obeys_picks(answer):
                 self._check_tokens()
@@ -96,11 +69,12 @@ class GatewayCheck:
         body = {"model": self.card.id, "max_tokens": 1, **prompt, **more}
         return self.http.ask(f"{self.url}{self.path}", body)
 
-    def _decision(self, answer: Answer) -> _Decision | None:
+    def _decision(self, answer: Answer) -> dict[str, Any] | None:
         """Return the router's record of a response's request; None if it has none."""
-        request_id = answer.headers.get("x-request-id", "")
-        page = self.router_http.ask(f"{self.router_url}/debug/decisions?request_id={request_id}")
-        return next(iter(page.read(_DECISIONS).decisions), None)
+        try:
+            return self.pages.decision(answer.headers.get("x-request-id", "")) if self.pages else None
+        except PagesError:
+            return None
 
     def _obeys_picks(self, first: Answer) -> bool:
         """Compare the pods that served with the picked ones; return whether tokens can be compared."""
@@ -113,7 +87,7 @@ class GatewayCheck:
                 self.report.add("picks", "not_asked")
                 return False
             served = answer.headers.get(POD_HEADER)
-            outcomes["no_pod" if served is None else "same" if served == decision.pod else "other"] += 1
+            outcomes["no_pod" if served is None else "same" if served == decision["pod"] else "other"] += 1
         if outcomes["other"]:
             case = "ignored"
         elif outcomes["no_pod"]:
@@ -130,11 +104,11 @@ class GatewayCheck:
         decision, count = self._decision(answer), answer.get("usage", "prompt_tokens")
         if decision is None or not isinstance(count, int):
             return
-        if degraded := decision.degraded:
+        if degraded := decision["degraded"]:
             add(degraded if degraded in _DEGRADED else "degraded", why=degraded)
             return
-        if decision.prompt_tokens != count:
-            add("count", ours=decision.prompt_tokens, theirs=count)
+        if decision["prompt_tokens"] != count:
+            add("count", ours=decision["prompt_tokens"], theirs=count)
             return
         confirmed, delivered, ends_s = 0, None, time.monotonic() + _CONFIRMED_S
         # The chat template alone may fill a block, which other tokens of the text do not change.
@@ -142,7 +116,7 @@ class GatewayCheck:
             time.sleep(_POLL_S)
             answer = self._ask(text)
             delivered = cached_tokens(answer)
-            confirmed = decision.confirmed_tokens if (decision := self._decision(answer)) else 0
+            confirmed = _confirmed_tokens(self._decision(answer))
         case = "equal" if confirmed > count // 2 else "not_cached" if delivered == 0 else "other"
         add(case, count=count, confirmed=confirmed)
 
@@ -171,6 +145,14 @@ class GatewayCheck:
         lasted_s = time.monotonic() - began_s
         case = "whole" if _STREAM_END in tail else "open" if lasted_s >= self.stream_s else "cut"
         self.report.add("stream", case, lasted_s=lasted_s, why=why)
+
+
+def _confirmed_tokens(decision: dict[str, Any] | None) -> int:
+    """Return the tokens of the prompt that the picked pod's events have confirmed."""
+    if decision is None:
+        return 0
+    held = (one["cached_tokens_by_tier"] for one in decision["candidates"] if one["pod"] == decision["pod"])
+    return sum(tokens for each in held for tier, tokens in each.items() if tier != "speculative")
 
 
 def _text() -> str:

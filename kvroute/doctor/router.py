@@ -18,7 +18,7 @@ _ANSWER_S = 2.0
 _READY = {
     "parity": ("tokens", "known"),
     "drafters": ("drafter", "known"),
-    "pods_asleep": ("asleep", "known"),
+    "pods_asleep": ("asleep", "sleeps"),
     "pods_failing": ("pods", "failing"),
     "picks_ignored": ("picks", "known"),
     "prefixes_of_old_weights_may_hit": ("adapters", "old_weights"),
@@ -59,8 +59,8 @@ def check_router(url: str, grpc_address: str | None, http: Http, report: Report)
     for pod in found.pods:
         which = f"{pod.name} ({pod.address})"
         if pod.ready:
-            case = "exact" if pod.view == "EXACT" else "other"
-            report.add("view", case, which=which, state=pod.view or "not followed")
+            state = pod.view or "not followed"
+            report.add("view", "exact" if state == "EXACT" else "other", what=f"{which}: {state}")
         else:
             report.add("pods", "not_ready", which=which, why=pod.why_not)
     return found

@@ -12,6 +12,7 @@ import zmq
 
 from kvroute.http_client import CONNECT_S
 
+_EVENTS_S, _REPLAY_S = 5.0, 3.0
 _STORED = "BlockStored"
 _MESSAGE_BYTES_MAX = 32 << 20
 # Nothing has this number, so only the end of the replay is sent.
@@ -28,7 +29,7 @@ def port_problem(endpoint: str) -> str:
     return ""
 
 
-def events_problem(endpoint: str, request: Callable[[], object], wait_s: float) -> str:
+def events_problem(endpoint: str, request: Callable[[], object]) -> str:
     """Subscribe to an engine's events, call `request`, and wait for a store of blocks.
 
     Returns:
@@ -43,13 +44,13 @@ def events_problem(endpoint: str, request: Callable[[], object], wait_s: float) 
         events.subscribe(b"")
         events.connect(endpoint)
         # A publisher drops what it sends before the handshake.
-        is_publisher = bool(monitor.poll(int(CONNECT_S * 1000)))
-        problem = "" if is_publisher else "no ZMQ publisher answers at this port"
+        if not (problem := port_problem(endpoint)) and not monitor.poll(int(CONNECT_S * 1000)):
+            problem = "no ZMQ publisher answers at this port"
         request()
-        ends_s, expected = time.monotonic() + wait_s, None
+        ends_s, expected = time.monotonic() + _EVENTS_S, None
         while not problem:
             if not events.poll(max(0, int((ends_s - time.monotonic()) * 1000))):
-                problem = f"a request stored no block within {wait_s:g} s"
+                problem = f"a request stored no block within {_EVENTS_S:g} s"
                 break
             try:
                 _, number, payload = events.recv_multipart()
@@ -71,11 +72,13 @@ def _is_store(event: Any) -> bool:
     return bool((event["type"] if isinstance(event, Mapping) else event[0]) == _STORED)
 
 
-def replay_answers(endpoint: str, timeout_s: float) -> bool:
-    """Return whether a replay socket answers a request."""
+def replay_problem(endpoint: str) -> str:
+    """Return why a replay socket does not answer a request; empty if it does."""
+    if problem := port_problem(endpoint):
+        return problem
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
     with context.socket(zmq.DEALER) as asking:
         asking.linger, asking.ipv6 = 0, "[" in endpoint
         asking.connect(endpoint)
         asking.send_multipart([b"", _SEQUENCE_NONE_HAS])
-        return bool(asking.poll(int(timeout_s * 1000)))
+        return "" if asking.poll(int(_REPLAY_S * 1000)) else f"no answer within {_REPLAY_S:g} s"

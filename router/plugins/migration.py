@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
+from msgspec.structs import asdict
 
 from router.config.fields import Section
 from router.config.picker_file import PickerConfig, PluginEntry, parse_config
@@ -96,15 +97,11 @@ def migrate(text: str, source: str) -> Migration:
 
 def _modernize(migration: Migration, entry: PluginEntry, plugins: Any, at: int) -> None:
     """Add what llm-d v0.11 removes of one plugin, and what replaces it."""
-    new, found = (
-        _new_entries(migration, entry),
-        f"{entry.section.location('')}: {entry.type}: llm-d v0.11 removes",
-    )
-    if (instead := REMOVED.get(entry.type)) is not None:
+    new, instead = _new_entries(migration, entry), REMOVED.get(entry.type)
+    if instead is not None or new is not None:
         kept = "" if new is not None else "; no label selector says the same, so the entry is left as it is"
-        migration.lines.append(f"{found} it; there: {instead}{kept}")
-    elif new is not None:
-        migration.lines.append(f"{found} its flat parameters")
+        what = "its flat parameters" if instead is None else f"it; there: {instead}{kept}"
+        migration.lines.append(f"{entry.section.location('')}: {entry.type}: llm-d v0.11 removes {what}")
     if new is not None:
         migration.replace(plugins, at, new)
     if new == []:
@@ -132,7 +129,7 @@ def _new_entries(migration: Migration, entry: PluginEntry) -> list[dict[str, Any
         read = section.read(handler)
         nested = {key: given[key] for key in _HANDLER_KEYS[:2] if key in given}
         for group, settings in (("profiles", read.profiles), ("deciders", read.deciders)):
-            named = {key: getattr(settings, key, None) for key in ("decode", "prefill", "encode")}
+            named = asdict(settings)
             nested[group] = {key: value for key, value in named.items() if value}
         return [{"type": "disagg-profile-handler", **name, "parameters": nested}]
     if entry.type == "by-label":

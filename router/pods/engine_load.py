@@ -225,6 +225,15 @@ class EnginePage:
             return False
         return bool(awake) and not any(awake)
 
+    @property
+    def block_tokens(self) -> int | None:
+        """Tokens of a block, in the first engine that reports them; None if none does."""
+        try:
+            sizes = [_figures(self, engine, size) for engine in _ENGINES for size, _ in engine.sizes]
+        except _UnusableError:
+            return None
+        return next((int(size) for of_one in sizes for size in of_one.values() if size), None)
+
     def series(self, name: bytes) -> list[tuple[dict[bytes, bytes], bytes]]:
         """Return labels and value text of a metric's series; of duplicates, the last one.
 

@@ -13,7 +13,8 @@ from typing import Any
 import urllib3
 from openai import OpenAI
 
-from kvroute.stack import StackOptions, StackPlan, await_pods, decision, plan_stack
+from kvroute.router_pages import RouterPages
+from kvroute.stack import StackOptions, StackPlan, await_pods, plan_stack
 from kvroute.supervisor import Child, Supervisor
 from tests.support.loopback import free_base
 from tests.support.router.envoy import patient
@@ -37,7 +38,7 @@ class RunningStack:
 
     def decision(self, request_id: str) -> dict[str, Any]:
         """Return the router's decision record of a request."""
-        return decision(self.plan, request_id)
+        return RouterPages(self.plan.router_debug_url).decision(request_id)
 
     def child(self, name: str) -> Child:
         """Return the child process of that name."""

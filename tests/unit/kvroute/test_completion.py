@@ -45,4 +45,4 @@ def test_nothing_of_completion_is_imported_otherwise() -> None:
     code = "import sys; from kvroute.cli import main; main(['--help']); print(*sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "register-python-argcomplete kvroute" in done.stdout
-    assert not {"argcomplete", "rich", "urllib3"} & set(done.stderr.split())
+    assert not {"argcomplete", "urllib3"} & set(done.stderr.split())

@@ -85,6 +85,7 @@ def test_colours_are_for_terminals(
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(out, "isatty", lambda: is_terminal)
     monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     if no_color:
         monkeypatch.setenv("NO_COLOR", "1")

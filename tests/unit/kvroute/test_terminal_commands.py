@@ -11,7 +11,7 @@ import pytest
 
 from kvroute.cli import main
 from kvroute.explain import report
-from kvroute.terminal import has_colours, styled, table
+from kvroute.terminal import has_colours, screen, styled, table
 from kvroute.top import lines
 
 OLD = """\
@@ -190,3 +190,17 @@ def test_colours_are_for_terminals_that_want_them(
     assert ("\x1b" in styled("x", "1")) is expected
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     assert not has_colours()
+
+
+def test_a_screen_is_cut_at_its_edges_and_left_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lines beyond the terminal are not shown, and its former text comes back."""
+    monkeypatch.setenv("COLUMNS", "11")
+    monkeypatch.setenv("LINES", "2")
+    with screen() as show:
+        show(["x" * 20] * 3)
+    shown = capsys.readouterr().out
+    assert shown.startswith("\x1b[?1049h")
+    assert shown.endswith("\x1b[?1049l")
+    assert shown.count("x" * 10) == shown.count("x") / 10 == 2

@@ -1,4 +1,4 @@
-"""Findings of the doctor: the table of cases, the facts of metrics pages, and the output."""
+"""Findings of the doctor: the table of cases and the output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import yaml
 
 from kvroute.cli import main
 from kvroute.doctor import findings
-from kvroute.doctor.engine import EnginePage, read_page
 from kvroute.doctor.findings import Report, exit_status, print_findings
 from kvroute.engines import declared_engine, engine_argument
 
@@ -49,19 +48,6 @@ def test_texts_of_servers_do_not_control_the_terminal() -> None:
     report = Report("127.0.0.1:8000")
     report.add("engine", "unhealthy", why="500: \x1b[2Jgone\n")
     assert report.findings[0].what == "/health answered 500: ?[2Jgone?"
-
-
-def test_a_metrics_page_tells_block_size_caching_drafter_and_sleep() -> None:
-    """The facts of vLLM's and SGLang's pages are read; another page is not known."""
-    vllm = (
-        'vllm:cache_config_info{block_size="128",enable_prefix_caching="False"} 1.0\n'
-        "# TYPE vllm:spec_decode_num_drafts counter\nvllm:spec_decode_num_drafts_total 0.0\n"
-        'vllm:engine_sleep_state{sleep_state="awake"} 0.0\n'
-    )
-    assert read_page(vllm) == EnginePage(True, 128, False, True, True)
-    sglang = 'sglang:cache_config_info{page_size="64"} 1.0\n'
-    assert read_page(sglang) == EnginePage(True, 64, None, False, False)
-    assert read_page("up 1\n") == EnginePage()
 
 
 def test_an_engine_is_an_address_and_its_ports() -> None:

@@ -222,6 +222,21 @@ def test_the_model_server_reports_its_prefill_rate() -> None:
     assert engine_load(PAGE + speed, 5.0) == EngineLoad(3, 2, 0.25, 1600, 5.0, 1234.5)
 
 
+@pytest.mark.parametrize(
+    ("page", "tokens"),
+    [
+        (b'vllm:cache_config_info{block_size="128",enable_prefix_caching="False"} 1.0\n', 128),
+        (b'sglang:cache_config_info{page_size="64"} 1.0\n', 64),
+        (b"sglang:page_size 32\n", 32),
+        (b'vllm:cache_config_info{block_size="None"} 1.0\n', None),
+        (b"up 1\n", None),
+    ],
+)
+def test_a_page_tells_the_size_of_blocks(page: bytes, tokens: int | None) -> None:
+    """The tokens of a block are read under each engine's name, and are unknown where none is a number."""
+    assert EnginePage(page).block_tokens == tokens
+
+
 def test_a_page_without_engine_metrics_has_no_load() -> None:
     """An empty or unrelated page gives no load, not a load of zero."""
     assert engine_load(b"", 0.0) is None
