@@ -39,7 +39,7 @@ _POD_PORTS = (100, 200, 300, 400)
 _POD_LABELS = (EVENTS_PORT_LABEL, REPLAY_PORT_LABEL, ADMIN_PORT_LABEL)
 _TIMEOUT_S = 10.0
 _ENTRY_FIELDS = ("name", "namespace", "address", "port", "labels")
-_PODS_TIMEOUT_S = 120.0
+_PODS_TIMEOUT_S = 300.0
 _HTTP = Http()
 _POLL_S = 0.05
 _PUBLISHED = "kvroute_kv_event_batches_published_total"
@@ -240,18 +240,27 @@ def _own_pod(number: int, base_port: int, model_name: str) -> PodEntry:
 
 
 def await_pods(plan: StackPlan, check: Callable[[], None]) -> None:
-    """Wait until every pod is ready with an EXACT view; raises a LocalStackError that names the obstacle."""
+    """Wait until every pod is ready with an EXACT view and Envoy has found the router healthy.
+
+    Raises:
+        LocalStackError: That took too long; the message names the obstacle.
+    """
     end_s, pages = time.monotonic() + _PODS_TIMEOUT_S, RouterPages(plan.router_debug_url)
-    while waiting := [
-        pod for pod in pages.get("/debug/pods")["pods"] if not (pod["ready"] and pod["view"] == "EXACT")
-    ]:
+    while (obstacle := _obstacle(plan, pages)) is not None:
         check()  # raises when a process of the stack has died
         if time.monotonic() > end_s:
-            pod = waiting[0]
-            raise LocalStackError(
-                f"the router does not use {pod['address']}: {pod['why_not'] or pod['view']}"
-            )
+            raise LocalStackError(obstacle)
         time.sleep(_POLL_S)
+
+
+def _obstacle(plan: StackPlan, pages: RouterPages) -> str | None:
+    """Return why the stack cannot serve all requests yet; None if it can."""
+    for pod in pages.get("/debug/pods")["pods"]:
+        if not (pod["ready"] and pod["view"] == "EXACT"):
+            return f"the router does not use {pod['address']}: {pod['why_not'] or pod['view']}"
+    url = f"{plan.gateway_url}/v1/models"
+    answer = _HTTP.ask(url)
+    return f"{url} answered {answer.text}" if answer.status == 503 else None
 
 
 def await_events(plan: StackPlan) -> None:
