@@ -16,7 +16,7 @@ import urllib3
 from kvroute import parent_death
 from kvroute.stack import HOST, ChildPlan, LocalStackError
 
-READY_TIMEOUT_S = 120.0
+READY_TIMEOUT_S = 300.0  # slow machines compile the kernels for minutes
 BACK_OFF_S = (0.0, 0.5, 1.0, 2.0, 4.0)
 """Delays in seconds before restarts within `RESTARTS_WITHIN_S`; one more exit ends the stack."""
 RESTARTS_WITHIN_S = 60.0
