@@ -117,13 +117,13 @@ class ObservedRouter:
         return decision
 
     def explain(self, request: RouteRequest, now_s: float) -> Decision:
-        """Return the decision that `route` would make now, without any trace of it; see `Router.explain`."""
-        return self.router.explain(self._bound(request, dry=True), now_s)
+        """Return the decision that `route` would make now, without any trace of it."""
+        return self.router.route(self._bound(msgspec.structs.replace(request, dry=True)), now_s)
 
-    def _bound(self, request: RouteRequest, *, dry: bool = False) -> RouteRequest:
+    def _bound(self, request: RouteRequest) -> RouteRequest:
         """Return the request with its pool and the pod of its state."""
         if self.pool:
             request = msgspec.structs.replace(request, pool=self.pool)
         if self.states is not None and request.kind in _STATEFUL:
-            request = self.states.bound(request, dry=dry)
+            request = self.states.bound(request)
         return request
