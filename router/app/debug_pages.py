@@ -12,12 +12,13 @@ import traceback
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from ssl import SSLContext
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from cachetools import TLRUCache, TTLCache
+from cachetools import TLRUCache, TTLCache, cached
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
@@ -234,8 +235,11 @@ class DebugPages:
     queued_s: Callable[[Sequence[str], float], Sequence[float]]  # returns the queues of pods at a time
 
     def __post_init__(self) -> None:
-        self._counted: TTLCache[str, dict[str, Any]] = TTLCache(2, _COUNT_EVERY_S)
-        self._counting = threading.Lock()
+        # Both read all blocks or decisions, which is too much for every viewer and second.
+        recent: TTLCache[Any, Any] = TTLCache(1, _COUNT_EVERY_S)
+        self._counts = cached(recent, condition=threading.Condition())(
+            lambda: (self.index.tokens_by_tier(), self.decision_log.cached_shares())
+        )
 
     def watch(self) -> Watch:
         """Return the source of one viewer's stream."""
@@ -290,22 +294,18 @@ class DebugPages:
         views, pods = self.index.states(), self.pods.current
         taking = [address for address, pod in pods.items() if pod.takes_requests]
         queued_s = dict(zip(taking, self.queued_s(taking, time.monotonic()), strict=True))
-        with self._counting:
-            # Both read all blocks or decisions, which is too much for every viewer and second.
-            if "tokens" not in self._counted:
-                self._counted["tokens"] = self.index.tokens_by_tier()
-                self._counted["shares"] = self.decision_log.cached_shares()
-            tokens, shares = self._counted.get("tokens", {}), self._counted.get("shares", {})
-        facts = {
-            address: {
+        tokens, shares = self._counts()
+        shown = [
+            self._pod(pod, views)
+            | {
                 "queued_s": queued_s.get(address),
                 "tokens_by_tier": tokens.get(address, {}),
                 "cached_share": shares.get(address),
             }
-            for address in pods
-        }
+            for address, pod in pods.items()
+        ]
         return 200, {
-            "pods": [self._pod(pod, views) | facts[pod.address] for pod in pods.values()],
+            "pods": shown,
             "parity": self.index.mismatch_details(),
             "block_tokens": self.index.block_tokens,
         }
@@ -397,10 +397,9 @@ def _threads() -> list[tuple[str | int, FrameType]]:
     return [(names.get(number, number), frame) for number, frame in frames if number != own]
 
 
-def _stack(frame: FrameType | None) -> str:
-    calls: list[str] = []
-    while frame is not None and len(calls) < _STACK_DEPTH_MAX:
-        code = frame.f_code
-        calls.append(f"{frame.f_globals.get('__name__', '?')}.{code.co_qualname}:{frame.f_lineno}")
-        frame = frame.f_back
+def _stack(frame: FrameType) -> str:
+    calls = [
+        f"{outer.f_globals.get('__name__', '?')}.{outer.f_code.co_qualname}:{line}"
+        for outer, line in islice(traceback.walk_stack(frame), _STACK_DEPTH_MAX)
+    ]
     return ";".join(reversed(calls))
