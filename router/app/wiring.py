@@ -13,8 +13,9 @@ from indexer import KvIndexer
 from router.analysis.feed import Analysis
 from router.app.admin import Admin
 from router.app.config import RouterConfig
-from router.app.debug_pages import DebugPages, DebugServer, MetricsAuth, profile_pages
+from router.app.debug_pages import DebugPages, DebugServer, MetricsAuth
 from router.app.explain import EXPLAIN_PATH, Explainer
+from router.app.profiler import profile_pages
 from router.app.tls import grpc_tls, metrics_tls
 from router.config.fields import Duration
 from router.config.picker_file import Resources
