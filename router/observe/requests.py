@@ -80,8 +80,6 @@ class ObservedRouter:
     metrics: RouterMetrics
     traces: Traces | None = None
     states: StatePods | None = None  # pods of stored responses, conversations and files
-    # Called with each request's tokens and decision.
-    picked: Callable[[TokenizedRequest, Decision], None] | None = None
     pool: str = ""  # InferencePool of all requests, where the router has several
 
     def route(
@@ -99,7 +97,7 @@ class ObservedRouter:
         try:
             request = self._bound(request)
             steps = {} if traces is None else {"step_done": lambda: steps_ns.append(time.time_ns())}
-            decision = self.router.route(request, now_s, is_active, self.picked, **steps)
+            decision = self.router.route(request, now_s, is_active, **steps)
         except Exception as error:
             if traces is not None:
                 traces.routed(request, steps_ns, error)

@@ -101,6 +101,7 @@ class Router:
     failures: PodFailures
     flow: FlowControl | None = None  # None: flow control is off
     wake: Callable[[Sequence[Pod]], None] | None = None  # called with candidates that all sleep
+    picked: Callable[[TokenizedRequest, Decision], None] | None = None  # called with each pick
     clock: Callable[[], float] = time.perf_counter  # measures the time spent inside
     _candidates: CandidateCache = field(init=False)
     _picking: Lock = field(init=False, default_factory=Lock)
@@ -113,7 +114,6 @@ class Router:
         request: RouteRequest,
         now_s: float,
         is_active: Callable[[], bool] | None = None,
-        picked: Callable[[TokenizedRequest, Decision], None] | None = None,
         step_done: Callable[[], None] = lambda: None,
     ) -> Decision:
         """Pick a pod and enter the request into the ledger.
@@ -123,7 +123,6 @@ class Router:
         Args:
             now_s: Arrival of the request, on the router's monotonic clock.
             is_active: Returns whether the client is still connected; None if that is unknown.
-            picked: Called with the request's tokens and its decision.
             step_done: Called once the candidates are known, and again once the index has been matched.
 
         Raises:
@@ -140,8 +139,8 @@ class Router:
         if request.dry:
             return decision
         self.dispatched(decision, displaced, now_s)
-        if picked is not None:
-            picked(tokenized, decision)
+        if self.picked is not None:
+            self.picked(tokenized, decision)
         return decision
 
     def _routed(
