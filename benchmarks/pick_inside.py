@@ -109,6 +109,8 @@ class Inside:
         self.scheduler = Scheduler(
             pods.load_table, ledger, np.random.default_rng(7), block_tokens=self.index.block_tokens
         )
+        self._analysis = Analysis(pods, self.index, decision_log)
+        self._analysis.start()
         routed = Router(
             pods=pods,
             tokenizers=self.tokenizers,
@@ -117,11 +119,9 @@ class Inside:
             scheduler=self.scheduler,
             dispatched=self.lifecycle.decided,
             failures=self.lifecycle.failures,
+            picked=self._analysis.queue.picked,
         )
-        self._analysis = Analysis(pods, self.index, decision_log)
-        decision_log.on_end = self._analysis.queue.ended
-        self._analysis.start()
-        self.router = ObservedRouter(routed, metrics, picked=self._analysis.queue.picked)
+        self.router = ObservedRouter(routed, metrics)
         check = ExtAuthzService(self.router, BodyGuard(), metrics, _BODY_BYTES_MAX)
         self.answer = _served(_handler(check, f"/{CHECK_SERVICE}/Check"))
         picks = EndpointPickerService(self.router, self.lifecycle, metrics, pods)

@@ -40,7 +40,7 @@ _TENANT_CHARS = 12
 
 
 class Analysis:
-    """Analyses of the picks and ends in `queue`.
+    """Analyses of the picks in `queue`, and of the ends in the decision log.
 
     Args:
         names_tenants: Whether cache salts stand for tenants (`--salt-from`).
@@ -64,6 +64,7 @@ class Analysis:
         self._shadow = Shadow(index.block_tokens)
         self._worth = Worth(metrics, self._shadow, gpu_hour_price, time.monotonic())
         self.queue = PickQueue(lambda reason: metrics.count("unanalysed", reason))
+        decisions.on_end = self.queue.ended
         self._rates: dict[str, float] = {}  # of the pods in use since the last look at the queue
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="analysis", daemon=True)

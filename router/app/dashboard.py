@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable
 from importlib import resources
 from itertools import count
+from typing import Any
 
 import msgspec
 
@@ -26,7 +27,6 @@ _PODS_EVERY_TICKS = 4
 _FIRST_DECISIONS, _DECISIONS_PER_TICK = 30, 6
 # Decisions sent whose first token or end is not reported yet.
 _OPEN_MAX = 64
-_REPORTED = ("prefill_end", "end", "delivered_cached_tokens", "prefix_break")
 _INLINE = re.compile(rb"<(script|style)>(.*?)</", re.DOTALL)
 
 
@@ -59,7 +59,7 @@ class Watch:
         self._log, self._pods = log, pods
         self._ticks = count()
         self._decided: int | None = None  # decisions before the next sample; None before the first
-        self._open: dict[str, tuple[object, ...]] = {}  # last reports by request id, oldest first
+        self._open: dict[str, dict[str, Any]] = {}  # what was last sent by request id, oldest first
 
     def next_part(self) -> bytes:
         """Return the events since the last call, or a comment that keeps the connection open."""
@@ -73,24 +73,22 @@ class Watch:
         most = _FIRST_DECISIONS if before is None else _DECISIONS_PER_TICK
         self._decided, rows = self._log.sample(before, most)
         changed = []
-        for request_id, reports in list(self._open.items()):
+        for request_id, sent in list(self._open.items()):
             row = self._log.find(request_id, brief=True)
-            now = None if row is None else tuple(map(row.get, _REPORTED))
-            if now is None or now[1] is not None:
+            if row is None or row["end"] is not None:
                 del self._open[request_id]
             else:
-                self._open[request_id] = now
-            if row is not None and now != reports:
+                self._open[request_id] = row
+            if row is not None and row != sent:
                 changed.append(row)
-        for row in reversed(rows):
-            self._open[row["request_id"]] = tuple(map(row.get, _REPORTED))
+        self._open |= {row["request_id"]: row for row in reversed(rows)}
         while len(self._open) > _OPEN_MAX:
             del self._open[next(iter(self._open))]
         if not (rows or changed):
             return b""
         left_out = 0 if before is None else self._decided - before - len(rows)
-        sent = {"decisions": rows, "changed": changed, "left_out": left_out, "decided": self._decided}
-        return _event("decisions", msgspec.json.encode(sent))
+        event = {"decisions": rows, "changed": changed, "left_out": left_out, "decided": self._decided}
+        return _event("decisions", msgspec.json.encode(event))
 
 
 def _event(name: str, data: bytes) -> bytes:

@@ -5,19 +5,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import sys
 import threading
 import time
-import traceback
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from ssl import SSLContext
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from cachetools import TLRUCache, TTLCache
+from cachetools import TLRUCache, TTLCache, cached
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
@@ -52,10 +48,6 @@ _ALLOWED_TTL_S, _DENIED_TTL_S = 60.0, 10.0
 _DECISIONS_DEFAULT = 20
 _STREAM = "/debug/stream"
 _COUNT_EVERY_S = 5.0
-_SAMPLE_EVERY_S = 0.01
-_PROFILE_S, _PROFILE_MAX_S = 30.0, 120.0
-_STACK_DEPTH_MAX = 100
-_STACKS_MAX = 20_000
 
 Query = Mapping[str, str]
 Page = Callable[[Query], tuple[int, Any]]
@@ -234,8 +226,11 @@ class DebugPages:
     queued_s: Callable[[Sequence[str], float], Sequence[float]]  # returns the queues of pods at a time
 
     def __post_init__(self) -> None:
-        self._counted: TTLCache[str, dict[str, Any]] = TTLCache(2, _COUNT_EVERY_S)
-        self._counting = threading.Lock()
+        # Both read all blocks or decisions, which is too much for every viewer and second.
+        recent: TTLCache[Any, Any] = TTLCache(1, _COUNT_EVERY_S)
+        self._counts = cached(recent, condition=threading.Condition())(
+            lambda: (self.index.tokens_by_tier(), self.decision_log.cached_shares())
+        )
 
     def watch(self) -> Watch:
         """Return the source of one viewer's stream."""
@@ -290,22 +285,18 @@ class DebugPages:
         views, pods = self.index.states(), self.pods.current
         taking = [address for address, pod in pods.items() if pod.takes_requests]
         queued_s = dict(zip(taking, self.queued_s(taking, time.monotonic()), strict=True))
-        with self._counting:
-            # Both read all blocks or decisions, which is too much for every viewer and second.
-            if "tokens" not in self._counted:
-                self._counted["tokens"] = self.index.tokens_by_tier()
-                self._counted["shares"] = self.decision_log.cached_shares()
-            tokens, shares = self._counted.get("tokens", {}), self._counted.get("shares", {})
-        facts = {
-            address: {
+        tokens, shares = self._counts()
+        shown = [
+            self._pod(pod, views)
+            | {
                 "queued_s": queued_s.get(address),
                 "tokens_by_tier": tokens.get(address, {}),
                 "cached_share": shares.get(address),
             }
-            for address in pods
-        }
+            for address, pod in pods.items()
+        ]
         return 200, {
-            "pods": [self._pod(pod, views) | facts[pod.address] for pod in pods.values()],
+            "pods": shown,
             "parity": self.index.mismatch_details(),
             "block_tokens": self.index.block_tokens,
         }
@@ -332,75 +323,3 @@ class DebugPages:
             "in_flight": asdict(self.pods.load_table.work(pod.address)),
             "prefill_tokens_per_s": self.pods.load_table.prefill_tokens_per_s(pod.address),
         }
-
-
-_profiling = threading.Lock()
-
-
-def profile_pages() -> dict[str, Page]:
-    """Return the pages of /debug/pprof/: a sampling profiler of all threads, and their current stacks.
-
-    Profiles are taken one at a time, for at most 120 s and 20,000 different stacks. A profile's lines are
-    collapsed stacks ("outer;inner count"), the input of flame graph tools.
-    """
-    index = (
-        "profile?seconds=N  collapsed stacks of all threads, 100 samples a second (default 30)\n"
-        "goroutine          current stacks of all threads\n"
-    )
-    return {
-        "/debug/pprof/": lambda _query: (200, index),
-        "/debug/pprof/profile": _profile,
-        "/debug/pprof/goroutine": lambda _query: (200, _thread_stacks()),
-    }
-
-
-def _profile(query: Query) -> tuple[int, str]:
-    try:
-        seconds = float(query.get("seconds", _PROFILE_S))
-    except ValueError:
-        seconds = 0.0
-    if not 0.0 < seconds <= _PROFILE_MAX_S:
-        return 400, f"seconds: expected a number above 0 and up to {_PROFILE_MAX_S:g}\n"
-    if not _profiling.acquire(blocking=False):
-        return 503, "another profile is in progress; try again later\n"
-    try:
-        stacks = _sample_stacks(seconds)
-    finally:
-        _profiling.release()
-    return 200, "".join(f"{stack} {count}\n" for stack, count in stacks.most_common())
-
-
-def _thread_stacks() -> str:
-    return "\n".join(
-        f"thread {name}:\n{''.join(traceback.format_stack(frame, _STACK_DEPTH_MAX))}"
-        for name, frame in _threads()
-    )
-
-
-def _sample_stacks(seconds: float) -> Counter[str]:
-    stacks: Counter[str] = Counter()
-    ends_s = time.monotonic() + seconds
-    while time.monotonic() < ends_s:
-        for name, frame in _threads():
-            stack = f"{name};{_stack(frame)}"
-            if stack in stacks or len(stacks) < _STACKS_MAX:
-                stacks[stack] += 1
-        time.sleep(_SAMPLE_EVERY_S)
-    return stacks
-
-
-def _threads() -> list[tuple[str | int, FrameType]]:
-    """Return name, or else id, and current stack frame of all threads except the calling one."""
-    own, names = threading.get_ident(), {thread.ident: thread.name for thread in threading.enumerate()}
-    # The documented way to read other threads' stacks, despite its underscore.
-    frames = sys._current_frames().items()
-    return [(names.get(number, number), frame) for number, frame in frames if number != own]
-
-
-def _stack(frame: FrameType | None) -> str:
-    calls: list[str] = []
-    while frame is not None and len(calls) < _STACK_DEPTH_MAX:
-        code = frame.f_code
-        calls.append(f"{frame.f_globals.get('__name__', '?')}.{code.co_qualname}:{frame.f_lineno}")
-        frame = frame.f_back
-    return ";".join(reversed(calls))

@@ -16,13 +16,13 @@ from prometheus_client import CollectorRegistry
 
 from indexer import ConfigError as IndexerConfigError
 from indexer import KvIndexer, raise_open_files
+from router.analysis.feed import Analysis
 from router.app.config import RouterConfig, config_as_yaml, parse_flags
 from router.app.debug_pages import DebugPages
 from router.app.explain import Explainer
 from router.app.process import StopSignals, set_up_logs, trim_heap, tune_gc, use_single_arena
 from router.app.wiring import (
     build_admission,
-    build_analysis,
     build_ranker,
     build_scheduler,
     kv_connector_sign,
@@ -201,9 +201,9 @@ class RouterServer:
         opened.callback(self._fleet.close)
         registry.register(self._fleet)
         self.watch = opened.enter_context(closing(self._pod_watch()))
-        self._analysis = opened.enter_context(
-            closing(build_analysis(config, self.pods, self.index, self.decision_log))
-        )
+        price, names_tenants = config.gpu_hour_price, config.salt_from is not None
+        analysis = Analysis(self.pods, self.index, self.decision_log, price, names_tenants=names_tenants)
+        self._analysis = opened.enter_context(closing(analysis))
         routed = Router(
             pods=self.pods,
             tokenizers=self._tokenizers,
@@ -214,11 +214,10 @@ class RouterServer:
             failures=self.lifecycle.failures,
             wake=self.watch.wake if config.wake_pods else None,
             flow=self._flow,
+            picked=self._analysis.queue.picked,
         )
         routers = [
-            ObservedRouter(
-                routed, self._metrics, self._traces, self.lifecycle.states, self._analysis.queue.picked, pool
-            )
+            ObservedRouter(routed, self._metrics, self._traces, self.lifecycle.states, pool)
             for pool in pool_ports(config)
         ]
         self.router = routers[0]

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from indexer import KvIndexer
-from router.analysis.feed import Analysis
 from router.app.admin import Admin
 from router.app.config import RouterConfig
-from router.app.debug_pages import DebugPages, DebugServer, MetricsAuth, profile_pages
+from router.app.debug_pages import DebugPages, DebugServer, MetricsAuth
 from router.app.explain import EXPLAIN_PATH, Explainer
+from router.app.profiler import profile_pages
 from router.app.tls import grpc_tls, metrics_tls
 from router.config.fields import Duration
 from router.config.picker_file import Resources
@@ -23,7 +22,6 @@ from router.errors import ConfigError
 from router.feedback.change_log import FOLLOWERS_MAX
 from router.h2 import GrpcServer
 from router.inflight.ledger import Ledger
-from router.observe.decision_log import DecisionLog
 from router.picking.cost import CostParameters
 from router.picking.flow import FlowControl
 from router.picking.flow_queue import (
@@ -144,14 +142,6 @@ def build_scheduler(config: RouterConfig, pods: PodSet, ledger: Ledger, ranker: 
         cost=CostParameters(load_age_max_s=_load_age_max_s(config)),
         ranker=ranker,
     )
-
-
-def build_analysis(config: RouterConfig, pods: PodSet, index: KvIndexer, decisions: DecisionLog) -> Analysis:
-    """Build the analysis of picks, and feed it the ends of requests."""
-    price, names_tenants = config.gpu_hour_price, config.salt_from is not None
-    analysis = Analysis(pods, index, decisions, price, names_tenants=names_tenants)
-    decisions.on_end = analysis.queue.ended
-    return analysis
 
 
 def kv_connector_sign(config: RouterConfig, pods: PodSnapshot) -> str | None:

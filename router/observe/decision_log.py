@@ -40,6 +40,14 @@ class _Record(msgspec.Struct, eq=False):
     prefix_break: dict[str, Any] | None = None
 
 
+# Fields of a record that keep their names in JSON.
+_OF_DECISION = (
+    *("request_id", "kind", "model", "reason", "prefill_pod", "degraded", "partial", "prompt_tokens"),
+    *("priority", "rank", "sequences", "session_pod"),
+)
+_OF_RECORD = tuple(name for name in _Record.__struct_fields__ if name not in ("decision", "unix_s"))
+
+
 @dataclass(eq=False)
 class DecisionLog:
     """Latest decisions by request id, whose lifecycles are also counted. Thread-safe."""
@@ -188,11 +196,8 @@ class DecisionLog:
         with self._lock:
             records = list(self._records.values())
         for record in records:
-            decision, best, delivered = (
-                record.decision,
-                record.decision.primary,
-                record.delivered_cached_tokens,
-            )
+            decision, delivered = record.decision, record.delivered_cached_tokens
+            best = decision.primary
             if decision.degraded is None:
                 cached[best.pod] += best.cached_tokens if delivered is None else delivered
                 prompt[best.pod] += decision.prompt_tokens
@@ -237,34 +242,18 @@ class DecisionLog:
 
     def _summary(self, record: _Record) -> dict[str, Any]:
         """Return what a decision's record has besides its candidates."""
-        decision, best = record.decision, record.decision.primary
+        decision, ranked, best = record.decision, record.decision.ranked, record.decision.primary
         return {
-            "request_id": decision.request_id,
             "time": record.unix_s,
-            "kind": decision.kind,
-            "model": decision.model,
+            **{name: getattr(decision, name) for name in _OF_DECISION},
+            **{name: getattr(record, name) for name in _OF_RECORD},
             "pod": best.pod,
             "pod_name": self.pod_name(best.pod),
-            "reason": decision.reason,
-            "prefill_pod": decision.prefill_pod,
-            "degraded": decision.degraded,
-            "partial": decision.partial,
-            "prompt_tokens": decision.prompt_tokens,
             "predicted_cached_tokens": best.cached_tokens,
-            "tokens_by_cause": decision.ranked.causes.tokens,
-            "evicted_s_ago": decision.ranked.causes.evicted_s_ago,
-            "best_cached_tokens": decision.ranked.most_cached_tokens,
-            "delivered_cached_tokens": record.delivered_cached_tokens,
-            "output_tokens": record.output_tokens,
-            "model_output_tokens": record.model_output_tokens,
-            "priority": decision.priority,
-            "rank": decision.rank,
-            "sequences": decision.sequences,
-            "session_pod": decision.session_pod,
             "own_weight": best.own_weight,
-            "prefix_break": record.prefix_break,
             "predicted_s": best.cost_s,
-            "block_tokens": decision.ranked.block_tokens,
-            "prefill_end": record.prefill_end,
-            "end": record.end,
+            "tokens_by_cause": ranked.causes.tokens,
+            "evicted_s_ago": ranked.causes.evicted_s_ago,
+            "best_cached_tokens": ranked.most_cached_tokens,
+            "block_tokens": ranked.block_tokens,
         }

@@ -80,8 +80,6 @@ class ObservedRouter:
     metrics: RouterMetrics
     traces: Traces | None = None
     states: StatePods | None = None  # pods of stored responses, conversations and files
-    # Called with each request's tokens and decision.
-    picked: Callable[[TokenizedRequest, Decision], None] | None = None
     pool: str = ""  # InferencePool of all requests, where the router has several
 
     def route(
@@ -99,7 +97,7 @@ class ObservedRouter:
         try:
             request = self._bound(request)
             steps = {} if traces is None else {"step_done": lambda: steps_ns.append(time.time_ns())}
-            decision = self.router.route(request, now_s, is_active, self.picked, **steps)
+            decision = self.router.route(request, now_s, is_active, **steps)
         except Exception as error:
             if traces is not None:
                 traces.routed(request, steps_ns, error)
@@ -117,13 +115,13 @@ class ObservedRouter:
         return decision
 
     def explain(self, request: RouteRequest, now_s: float) -> Decision:
-        """Return the decision that `route` would make now, without any trace of it; see `Router.explain`."""
-        return self.router.explain(self._bound(request, dry=True), now_s)
+        """Return the decision that `route` would make now, without any trace of it."""
+        return self.router.route(self._bound(msgspec.structs.replace(request, dry=True)), now_s)
 
-    def _bound(self, request: RouteRequest, *, dry: bool = False) -> RouteRequest:
+    def _bound(self, request: RouteRequest) -> RouteRequest:
         """Return the request with its pool and the pod of its state."""
         if self.pool:
             request = msgspec.structs.replace(request, pool=self.pool)
         if self.states is not None and request.kind in _STATEFUL:
-            request = self.states.bound(request, dry=dry)
+            request = self.states.bound(request)
         return request

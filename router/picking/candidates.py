@@ -199,22 +199,21 @@ class StatePods:
         with self._lock:
             return [(name, address) for name, (address, _) in islice(reversed(self._holders.items()), count)]
 
-    def bound(self, request: RouteRequest, *, dry: bool = False) -> RouteRequest:
+    def bound(self, request: RouteRequest) -> RouteRequest:
         """Return the request with the pod of its state as the only candidate.
 
-        Without known state it is returned unchanged, and the picked engine answers for itself. A dry request
-        is not counted, and keeps no state from being dropped.
+        Without known state it is returned unchanged, and the picked engine answers for itself.
 
         Raises:
             RequestError: 404: the pod is gone; 503: the gateway does not allow the pod.
         """
-        outcome, count = None, self.count if not dry else lambda _outcome: None
+        outcome, count = None, self.count if not request.dry else lambda _outcome: None
         for param, state_id in _named_states(request):
             outcome = UNKNOWN
             with self._lock:
                 if (holder := self._holders.get(state_id)) is None:
                     continue
-                if not dry:
+                if not request.dry:
                     self._holders.move_to_end(state_id)
             pod = self.pods.current.get(holder[0])
             if pod is None or holder[1] not in (None, pod_life(pod.entry)):

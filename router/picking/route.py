@@ -101,6 +101,7 @@ class Router:
     failures: PodFailures
     flow: FlowControl | None = None  # None: flow control is off
     wake: Callable[[Sequence[Pod]], None] | None = None  # called with candidates that all sleep
+    picked: Callable[[TokenizedRequest, Decision], None] | None = None  # called with each pick
     clock: Callable[[], float] = time.perf_counter  # measures the time spent inside
     _candidates: CandidateCache = field(init=False)
     _picking: Lock = field(init=False, default_factory=Lock)
@@ -113,51 +114,37 @@ class Router:
         request: RouteRequest,
         now_s: float,
         is_active: Callable[[], bool] | None = None,
-        picked: Callable[[TokenizedRequest, Decision], None] | None = None,
         step_done: Callable[[], None] = lambda: None,
     ) -> Decision:
         """Pick a pod and enter the request into the ledger.
 
+        A dry request does not wait in flow control, but pods may be asked to render its prompt.
+
         Args:
             now_s: Arrival of the request, on the router's monotonic clock.
             is_active: Returns whether the client is still connected; None if that is unknown.
-            picked: Called with the request's tokens and its decision.
             step_done: Called once the candidates are known, and again once the index has been matched.
 
         Raises:
             RequestError: The request cannot be routed; the error carries the response to the client.
         """
         started_s = self.clock()
-        if self.flow is None:
+        if self.flow is None or request.dry:
             tokenized, decision, displaced = self._routed(request, started_s, now_s, step_done)
         else:
             with self.flow.admit(request, is_active):
                 waited_s = self.clock() - started_s
                 begun_s = started_s + waited_s
                 tokenized, decision, displaced = self._routed(request, begun_s, now_s + waited_s, step_done)
+        if request.dry:
+            return decision
         self.dispatched(decision, displaced, now_s)
-        if picked is not None:
-            picked(tokenized, decision)
+        if self.picked is not None:
+            self.picked(tokenized, decision)
         return decision
 
-    def explain(self, request: RouteRequest, now_s: float) -> Decision:
-        """Return the decision that `route` would make now. It reserves, records and counts nothing.
-
-        Flow control is not asked, so the request might wait first. Pods may be asked to render the prompt.
-
-        Raises:
-            RequestError: The request cannot be routed.
-        """
-        return self._routed(request, self.clock(), now_s, lambda: None, dry=True)[1]
-
     def _routed(
-        self,
-        request: RouteRequest,
-        started_s: float,
-        now_s: float,
-        step_done: Callable[[], None],
-        *,
-        dry: bool = False,
+        self, request: RouteRequest, started_s: float, now_s: float, step_done: Callable[[], None]
     ) -> tuple[TokenizedRequest, Decision, Sequence[Dispatch]]:
         candidates = self._candidates.get(request)
         priority = self.admission.admit(request.headers, candidates.rows, now_s)
@@ -165,13 +152,13 @@ class Router:
         base_model, context_tokens = candidates.base_model, candidates.context_tokens
         tokens = self.tokenizers.prompt_tokens(request, base_model, context_tokens, candidates.pods)
         # A sleeping pod is a candidate only if all candidates sleep. Requests without a body wake none.
-        if candidates.pods[0].asleep and self.wake is not None and tokens.total and not dry:
+        if candidates.pods[0].asleep and self.wake is not None and tokens.total and not request.dry:
             self.wake(candidates.pods)
-        keys, degraded = self._keys(request, tokens, candidates, dry=dry)
+        keys, degraded = self._keys(request, tokens, candidates)
         if degraded is None and not reads_cache(request):
             # Keep the keys: the engine stores the blocks anyway, and their events end the prefill.
             degraded = CACHE_NOT_READ
-        tokenized = TokenizedRequest(request, tokens, keys, degraded, priority, dry)
+        tokenized = TokenizedRequest(request, tokens, keys, degraded, priority)
         with self._picking:
             decision, displaced = self._pick(tokenized, candidates, started_s, now_s, step_done)
         decision.ranked.causes = self._causes(tokenized, candidates, decision)
@@ -199,7 +186,7 @@ class Router:
         return PromptCauses(dict(tokens), next(evicted, None))
 
     def _keys(
-        self, request: RouteRequest, tokens: PromptTokens, candidates: CandidateSet, *, dry: bool
+        self, request: RouteRequest, tokens: PromptTokens, candidates: CandidateSet
     ) -> tuple[list[Keys], str | None]:
         """Return the block keys of each prompt, or no keys and the reason."""
         if tokens.degraded is not None or candidates.base_model is None:
@@ -210,7 +197,8 @@ class Router:
         if context_tokens is not None and context_tokens < max(map(len, tokens.prompts), default=0):
             # Every engine rejects the prompt, so no cache will ever contain it.
             return [], LONGER_THAN_CONTEXT
-        base, lora, salt = candidates.base_model, candidates.lora_name, request.cache_salt
+        base, lora = candidates.base_model, candidates.lora_name
+        salt, dry = request.cache_salt, request.dry
         try:
             return [
                 self.index.block_keys(base, ids, lora_name=lora, cache_salt=salt, extras=extras, dry=dry)
@@ -231,7 +219,7 @@ class Router:
         is_ranked = len(tokenized.keys) == 1 and tokenized.request.kind in RANKED_KINDS
         pending = self.scheduler.ledger.pending_tokens if is_ranked else None
         # Block keys include the base model, so pods of another base match nothing.
-        match, pods, dry = self.index.match, candidates.address_set, tokenized.dry
+        match, pods, dry = self.index.match, candidates.address_set, tokenized.request.dry
         matches = [
             match(keys, pods, prompt_tokens=len(prompt), tokens=prompt, pending_tokens=pending, dry=dry)
             for keys, prompt in zip(tokenized.keys, tokenized.tokens.prompts, strict=False)

@@ -59,7 +59,6 @@ class TokenizedRequest(msgspec.Struct, frozen=True):
     keys: Sequence[Keys]  # block keys of each prompt, in the order of `tokens.prompts`; empty if unknown
     degraded: str | None  # why the index is not used; None if it is
     priority: int = 0
-    dry: bool = False  # whether to decide only: the request is not sent, and changes no state
 
     def sent_prompt(self, pod: str, candidates: CandidateSet, matches: PodMatches) -> SentPrompt | None:
         """Return what a pod should store for the first prompt; None if the base model is unknown."""
@@ -183,7 +182,7 @@ class Scheduler:
             partial=tokenized.tokens.partial,
             sequences=sequences_of(request, len(tokenized.tokens.prompts), SEQUENCES_MAX),
         )
-        if tokenized.dry:
+        if request.dry:
             return decision, ()
         if session is not None:
             self._sessions.record(session, decision.ranked.best.pod, now_s, candidates.base_model)

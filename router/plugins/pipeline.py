@@ -79,7 +79,7 @@ class Pipeline:
                 raise RequestError(
                     429, "no endpoints available for the given request", dropped_reason="rejected-saturated"
                 )
-            dry = priced.tokenized.dry
+            dry = priced.tokenized.request.dry
             response_headers = {} if dry else self._notify_observers(request, result)
         except RequestError:
             raise

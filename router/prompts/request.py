@@ -66,6 +66,7 @@ class RouteRequest(msgspec.Struct, frozen=True):
     headers: Mapping[str, str] = msgspec.field(default_factory=dict)
     client_model: str | None = None  # the client's model if it was rewritten; "" if the client named none
     pool: str = ""  # InferencePool whose pods may serve it, where the router has several; else ""
+    dry: bool = False  # whether to decide only: it is not sent, and changes and counts nothing
 
 
 # Media items of one prompt, in order of their placeholders.

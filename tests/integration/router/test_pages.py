@@ -14,7 +14,7 @@ import pytest
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as pb_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from router.app.debug_pages import profile_pages
+from router.app.profiler import profile_pages
 from router.app.server import RouterServer
 from tests.support.router.bench import TINY
 from tests.support.router.doors import Stream, body, headers, wait_until

@@ -106,8 +106,8 @@ def bench() -> Bench:
 
 def routed(bench: Bench, analysis: Analysis) -> ObservedRouter:
     """Return a router that feeds the analysis."""
-    bench.decision_log.on_end = analysis.queue.ended
-    return ObservedRouter(bench.core, bench.metrics, picked=analysis.queue.picked)
+    bench.core.picked = analysis.queue.picked
+    return ObservedRouter(bench.core, bench.metrics)
 
 
 def dropped(bench: Bench, reason: str) -> float:
