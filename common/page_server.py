@@ -37,7 +37,7 @@ _BODY_BYTES_MAX, _LARGE_BYTES, _LARGE_BODIES_MAX = 1 << 20, 64 << 10, 4
 _HEAD_S, _SEND_S = 5.0, 10.0
 _SENDING_MAX = 16
 STREAMS_MAX = 8
-# What a stream's client has not taken yet; beside it there is one part more.
+# Bytes that a stream's client has not taken yet; one part more is outside of this limit.
 _STREAM_BYTES_MAX = 256 << 10
 _THREADS, _WAITING_MAX = 8, 64
 _TEXT = "text/plain; charset=utf-8"

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.flags import CommandParser, add_flags, flag_values
-from kvroute.demo import run_demo
+from kvroute.demo.run import run_demo
 from kvroute.doctor.cli import doctor_parser, run_checks
 from kvroute.doctor.findings import print_findings
 from kvroute.stack import LocalStackError, StackOptions, StackPlan, await_pods, plan_stack

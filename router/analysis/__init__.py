@@ -1,1 +1,1 @@
-"""What the traffic shows operators: broken prefixes, losses before a hit, what the routing is worth."""
+"""Analyses of the traffic for operators: broken prefixes, losses before a hit, the worth of the routing."""

@@ -1,4 +1,4 @@
-"""Where the prompt of a conversation stops continuing its last one, why, and what it costs.
+"""Search for the place where a conversation's prompt leaves its last one, the reason, and the cost.
 
 A session is found by the id that the client sends together with the first user message, else by the last two
 messages of its last turn, else by the first user message alone. Without an id, a prompt of a session must
@@ -94,7 +94,7 @@ class PrefixBreaks:
             The session, whether it is new, and the break of its prefix, if there is one.
         """
         tokens = (prompt.tokens[:_TOKENS_MAX] * self._multiplier >> np.uint32(16)).astype(np.uint16)
-        # What the session is found by later: its last two messages; its id and first user message.
+        # Hashes that find the session later: of its last two messages; of its id and first user message.
         parts, scope = prompt.parts, (prompt.scope, prompt.parts.session)
         pair = (hash((*scope, *parts.messages[-2:].tolist())),) if len(parts.messages) > 1 else ()
         first = (hash((*scope, parts.first_user)),) if parts.session or parts.first_user else ()

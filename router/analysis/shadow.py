@@ -1,4 +1,4 @@
-"""What other policies would have computed of the same requests: their picks, and block caches for these.
+"""Simulation of other policies on the same requests: their picks, and a block cache for each pod.
 
 Each policy has a cache per pod, as large as the pod's. It evicts like vLLM: the least recently used request
 first, and of a request its end first. Together they hold at most `BLOCKS_MAX` blocks: in a larger fleet only

@@ -1,4 +1,4 @@
-"""What the routing is worth: prompt tokens computed, against what other policies would have had computed.
+"""Worth of the routing: prompt tokens computed, compared with those under other policies.
 
 Tokens by model are those of all requests, as the pods reported them, else as predicted. Tokens by policy are
 those of the sampled sessions in the caches of `Shadow`, scaled to all sessions: kvroute's own picks too, so
@@ -55,7 +55,7 @@ class Worth:
         self._in_flight: OrderedDict[DispatchKey, Flight] = OrderedDict()
         self._blocks = 0
         self._tenants: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        # Of sampled requests whose pod reported its cached tokens: computed in our caches, and in truth.
+        # Computed tokens of sampled requests whose pod reported its cached tokens: simulated, and true.
         self._checked, self._true = 0, 0
 
     def begin(self, key: DispatchKey, flight: Flight) -> None:

@@ -221,7 +221,13 @@ class RouterServer:
             for pool in pool_ports(config)
         ]
         self.router = routers[0]
-        explainer = Explainer(self.decision_log)
+        self._listen(routers, registry, opened)
+
+    def _listen(
+        self, routers: Sequence[ObservedRouter], registry: CollectorRegistry, opened: ExitStack
+    ) -> None:
+        """Open the listeners: metrics, gRPC health, and a gRPC port for each of the routers."""
+        config, explainer = self.config, Explainer(self.decision_log)
         self._debug = opened.enter_context(
             closing(listen_metrics(config, registry, self._pages(), explainer))
         )

@@ -184,9 +184,7 @@ class Scheduler:
         )
         if request.dry:
             return decision, ()
-        if session is not None:
-            self._sessions.record(session, decision.ranked.best.pod, now_s, candidates.base_model)
-        return decision, self._dispatch(decision, candidates, tokenized.keys, matches, adapter_s)
+        return decision, self._enter(decision, candidates, tokenized.keys, matches, adapter_s, session)
 
     def _predict(
         self,
@@ -252,17 +250,21 @@ class Scheduler:
                 adapter_s[at] = adapter_delay_s(load.lora, adapter, sent)
         return adapter_s
 
-    def _dispatch(
+    def _enter(
         self,
         decision: Decision,
         candidates: CandidateSet,
         keys: Sequence[Keys],
         matches: Sequence[PodMatches],
         adapter_s: NDArray[np.float64],
+        session: str | None,
     ) -> Sequence[Dispatch]:
+        """Record the session's pod, and enter the request into the ledger if it is charged."""
+        executor, prefill = decision.ranked.best, decision.prefill_pod
+        if session is not None:
+            self._sessions.record(session, executor.pod, decision.decided_s, candidates.base_model)
         if not decision.is_charged:
             return ()
-        executor, prefill = decision.ranked.best, decision.prefill_pod
         pod = executor.pod
         if prefill is not None:
             # Charge the prefill to the pod that executes it; the events of its blocks mark the end.

@@ -1,4 +1,4 @@
-"""What a picker configuration of llm-d means here, and the same configuration in the words of llm-d v0.11.
+"""Translation of a picker configuration of llm-d: its meaning here, and its form in the words of v0.11.
 
 The meanings, and what is ignored, are those of the loader. Changes are spliced into the text, so that
 comments outside of changed entries are kept.

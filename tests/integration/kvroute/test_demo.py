@@ -6,9 +6,9 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from kvroute.demo import run_demo
-from kvroute.demo_load import SMALL_LOAD
-from kvroute.demo_report import KVROUTE, LEAST_REQUESTS, ROUND_ROBIN
+from kvroute.demo.load import SMALL_LOAD
+from kvroute.demo.report import KVROUTE, LEAST_REQUESTS, ROUND_ROBIN
+from kvroute.demo.run import run_demo
 from tests.support.kvroute.stack import RunningStack, running_stack
 
 

@@ -13,7 +13,7 @@ import pytest
 import urllib3
 from openai import APIStatusError, NotFoundError, OpenAI
 
-from kvroute.demo_load import conversation, new_messages
+from kvroute.demo.load import conversation, new_messages
 from kvroute.envoy_config import POD_HEADER
 from kvroute.stack import await_events
 from tests.support.kvroute.stack import RunningStack, running_stack, wait_until

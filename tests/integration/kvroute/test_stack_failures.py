@@ -14,7 +14,7 @@ import pytest
 import urllib3
 import zmq
 
-from kvroute.demo_load import conversation, new_messages
+from kvroute.demo.load import conversation, new_messages
 from kvroute.envoy_config import POD_HEADER
 from kvroute.stack import empty_caches
 from tests.support.kvroute.stack import RunningStack, running_stack, wait_until

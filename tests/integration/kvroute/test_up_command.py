@@ -27,7 +27,7 @@ RUN = "from kvroute.cli import main; raise SystemExit(main())"
 RUN_SMALL_DEMO = """
 from functools import partial
 from kvroute import up
-from kvroute.demo_load import SMALL_LOAD
+from kvroute.demo.load import SMALL_LOAD
 up.run_demo = partial(up.run_demo, load=SMALL_LOAD)
 """
 # One model server is enough for tests of the command's end.

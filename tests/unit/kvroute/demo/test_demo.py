@@ -8,8 +8,8 @@ from collections import Counter
 
 import pytest
 
-from kvroute.demo_load import BURST, CONVERSATIONS, NEW, QUESTIONS, SMALL_LOAD, Load, waves
-from kvroute.demo_report import KVROUTE, LEAST_REQUESTS, ROUND_ROBIN, Answer, report, table
+from kvroute.demo.load import BURST, CONVERSATIONS, NEW, QUESTIONS, SMALL_LOAD, Load, waves
+from kvroute.demo.report import KVROUTE, LEAST_REQUESTS, ROUND_ROBIN, Answer, report, table
 
 
 @pytest.mark.parametrize("load", [Load(), SMALL_LOAD])

@@ -12,8 +12,8 @@ from functools import partial
 
 import urllib3
 
-from kvroute.demo_load import SMALL_LOAD, Ask, Load, Message, Session, new_messages, waves
-from kvroute.demo_report import KVROUTE, LEAST_REQUESTS, ROUND_ROBIN, Answer, Results, report, table
+from kvroute.demo.load import SMALL_LOAD, Ask, Load, Message, Session, new_messages, waves
+from kvroute.demo.report import KVROUTE, LEAST_REQUESTS, ROUND_ROBIN, Answer, Results, report, table
 from kvroute.envoy_config import POD_HEADER
 from kvroute.http_client import Http
 from kvroute.router_pages import RouterPages
