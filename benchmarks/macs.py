@@ -31,7 +31,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.report import Report, options_of, options_parser
-from model_server.attention import Attention, KvLayout, SdpaAttention, Span, StepMeta
+from model_server.attention import Attention, KvLayout, SdpaAttention, Span, StepMeta, Upload
+from model_server.attention.heads import HeadNorms, Rotation
 from model_server.model.decoder import Decoder
 from model_server.model.weights import load_checkpoint
 from model_server.shapes.shape import single_group
@@ -125,17 +126,21 @@ def _forward(model: Decoder, pool: Attention, text: Sequence[int], span: Span) -
 class _CountedAttention:
     """KV cache that counts the operations of attention."""
 
+    is_capturable = False
+
     def __init__(self, pool: Attention) -> None:
         self._pool = pool
         self.macs: Counter[str] = Counter()
 
-    def prepare(self, spans: Sequence[Span]) -> StepMeta:
+    def prepare(self, spans: Sequence[Span], upload: Upload | None = None) -> StepMeta:
         """Lay out the blocks of one step."""
-        return self._pool.prepare(spans)
+        return self._pool.prepare(spans, upload)
 
-    def store(self, layer: int, key: Tensor, value: Tensor, meta: StepMeta) -> None:
+    def rotate_and_store(
+        self, layer: int, projected: Tensor, rotation: Rotation, norms: HeadNorms | None, meta: StepMeta
+    ) -> Tensor:
         """Write keys and values."""
-        self._pool.store(layer, key, value, meta)
+        return self._pool.rotate_and_store(layer, projected, rotation, norms, meta)
 
     def attend(self, query: Tensor, layer: int, meta: StepMeta) -> Tensor:
         """Attend and count the operations."""

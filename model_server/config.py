@@ -13,6 +13,7 @@ from model_server.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 KvCacheDType = Literal["auto", "fp8"]
+AttentionBackend = Literal["auto", "triton", "torch"]
 SchedulingPolicy = Literal["fcfs", "priority", "aged"]
 PreemptionMode = Literal["recompute", "swap"]
 TINY_MODEL = "kvroute-tiny"
@@ -44,6 +45,16 @@ class EngineConfig:
         "type of the KV cache; auto: that of --dtype; fp8: half the bytes of a 16-bit type",
     )
     device: str = _engine_flag("--device", str, "cpu", "torch device")
+    attention_backend: AttentionBackend = _engine_flag(
+        "--attention-backend",
+        AttentionBackend,
+        "auto",
+        "implementation of attention; auto: Triton kernels on CUDA, a compiled kernel on a CPU; torch: plain, "
+        "slow operators",
+    )
+    enforce_eager: bool = _engine_flag(
+        "--enforce-eager", bool, False, "capture no CUDA graphs: slower decodes, less memory, faster start"
+    )
     tensor_parallel_size: int = _engine_flag(
         "--tensor-parallel-size -tp",
         int,

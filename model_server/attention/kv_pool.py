@@ -4,9 +4,9 @@ The pool stores keys and values by plane, block, head, token and element, in the
 floats. A slot is block * block_tokens + offset. A plane stores one layer of each KV cache group.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -14,9 +14,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from model_server.attention.heads import HeadNorms, Rotation
 from model_server.shapes.shape import AttentionShape, KvGroupSpec
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
+# Takes numbers of a step for the device, and returns the tensor there: filled at once, or with the next upload.
+Upload: TypeAlias = Callable[[npt.NDArray[Any]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +79,27 @@ class StepMeta:
 class Attention(Protocol):
     """KV pool of all layers, with attention over it."""
 
-    def prepare(self, spans: Sequence[Span]) -> StepMeta:
-        """Return the layout of one step. For speed, put single tokens first, by ascending context length."""
+    is_capturable: bool  # whether steps upload and allocate nothing by their numbers after `prepare`
 
-    def store(self, layer: int, key: Tensor, value: Tensor, meta: StepMeta) -> None:
-        """Write the KV of all tokens of the step. Call it before `attend` of the same layer.
+    def prepare(self, spans: Sequence[Span], upload: Upload | None = None) -> StepMeta:
+        """Return the layout of one step; `upload` moves its numbers to the device, by default at once.
+
+        Single tokens must come first; for speed, by ascending context length.
+        """
+
+    def rotate_and_store(
+        self, layer: int, projected: Tensor, rotation: Rotation, norms: HeadNorms | None, meta: StepMeta
+    ) -> Tensor:
+        """Write the KV of all tokens of the step, and return the rotated queries, [tokens, heads, head_dim].
+
+        Call it before `attend` of the same layer.
 
         Args:
-            key: [tokens, kv_heads, head_dim], rotated.
-            value: [tokens, kv_heads, head_dim].
+            layer: Layer of the model.
+            projected: [tokens, heads + 2 * kv_heads, head_dim]: queries, keys and values, not rotated.
+            rotation: Angles of the tokens.
+            norms: Norms of the heads, applied before the rotation; None: there are none.
+            meta: Layout of the step.
         """
 
     def attend(self, query: Tensor, layer: int, meta: StepMeta) -> Tensor:
@@ -108,14 +123,16 @@ def positions_of(spans: Sequence[Span]) -> Numbers:
 
 def slots_of(spans: Sequence[Span], positions: Numbers, group: int, block_tokens: int) -> Numbers:
     """Return the slot of each token, int64 [tokens]."""
-    blocks: list[int] = []
+    blocks = np.empty(len(positions), np.int64)
+    first = 0
     for span in spans:
-        table = span.block_tables[group]
+        table, last = span.block_tables[group], first + span.length
         if span.length == 1:
-            blocks.append(table[span.start // block_tokens])
+            blocks[first] = table[span.start // block_tokens]
         else:
-            blocks.extend([table[position // block_tokens] for position in range(span.start, span.stop)])
-    return np.array(blocks, np.int64) * block_tokens + positions % block_tokens
+            blocks[first:last] = np.asarray(table)[positions[first:last] // block_tokens]
+        first = last
+    return blocks * block_tokens + positions % block_tokens
 
 
 def reads_of(view: View, spans: Sequence[Span], block_tokens: int) -> tuple[Numbers, Numbers, Numbers]:
@@ -184,6 +201,10 @@ class KvPool:
         """Return stored keys and values of a plane, [blocks, kv_heads, block_tokens, head_dim] each."""
         return self._content[plane], self._content[self._num_planes + plane]
 
+    def scales(self, plane: int) -> tuple[Tensor, Tensor] | None:
+        """Return the scales of keys and values of a plane, float32 [blocks, kv_heads] each, if it has any."""
+        return None
+
     def plan_write(self, slots: Numbers) -> Write:
         block, offset = np.divmod(slots, self._block_tokens)
         rows = (block[:, None] * self._kv_heads + np.arange(self._kv_heads)) * self._block_tokens
@@ -229,6 +250,9 @@ class Fp8KvPool(KvPool):
     ) -> None:
         super().__init__(shape, layout, dtype, device)
         self._scales = torch.full(self._size, _SMALLEST_SCALE, dtype=torch.float32, device=device)
+
+    def scales(self, plane: int) -> tuple[Tensor, Tensor]:
+        return self._scales[plane], self._scales[self._num_planes + plane]
 
     def plan_write(self, slots: Numbers) -> Fp8Write:
         """Plan the writes of one step. A block written from its first slot is treated as empty."""

@@ -14,12 +14,14 @@ from torch.nn import functional
 
 from model_server.attention.cpu_kernel.decodes import PagedDecodes
 from model_server.attention.cpu_kernel.kernel import Job
+from model_server.attention.heads import HeadNorms, Rotation, norm_and_rotate
 from model_server.attention.kv_pool import (
     Fp8KvPool,
     KvLayout,
     KvPool,
     Span,
     StepMeta,
+    Upload,
     View,
     Write,
     positions_of,
@@ -79,6 +81,8 @@ class SdpaAttention:
     model.
     """
 
+    is_capturable = False
+
     def __init__(
         self,
         shape: AttentionShape,
@@ -106,7 +110,7 @@ class SdpaAttention:
         self._views = list(dict.fromkeys(layer_views))
         self._view_of = [self._views.index(view) for view in layer_views]
 
-    def prepare(self, spans: Sequence[Span]) -> SdpaMeta:
+    def prepare(self, spans: Sequence[Span], upload: Upload | None = None) -> SdpaMeta:
         positions = positions_of(spans)
         groups, block_tokens = range(len(self._layout.groups)), self._layout.block_tokens
         return SdpaMeta(
@@ -118,9 +122,18 @@ class SdpaAttention:
         )
 
     def store(self, layer: int, key: Tensor, value: Tensor, meta: StepMeta) -> None:
+        """Write keys (rotated) and values of the step, [tokens, kv_heads, head_dim] each."""
         assert isinstance(meta, SdpaMeta)
         group, plane = self._places[layer]
         self._pool.write(plane, key, value, meta.writes[group])
+
+    def rotate_and_store(
+        self, layer: int, projected: Tensor, rotation: Rotation, norms: HeadNorms | None, meta: StepMeta
+    ) -> Tensor:
+        heads, both = self._shape.heads, self._shape.heads + self._shape.kv_heads
+        rotated = norm_and_rotate(projected[:, :both], heads, norms, rotation)
+        self.store(layer, rotated[:, heads:], projected[:, both:], meta)
+        return rotated[:, :heads]
 
     def attend(self, query: Tensor, layer: int, meta: StepMeta) -> Tensor:
         assert isinstance(meta, SdpaMeta)

@@ -6,15 +6,16 @@ vocabulary; the outputs of "output" and "down" projections are summed over all r
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from model_server.attention import Attention, StepMeta
+from model_server.attention.heads import HeadNorms, Rotation, rms_norm
+from model_server.model.fused_ops import TORCH_OPS
 from model_server.model.lora import LoraBatch
 from model_server.model.ranks import Ranks
 from model_server.shapes.shape import (
@@ -129,8 +130,10 @@ class DecoderLayer:
         self.input_norm, self.mlp_input_norm = empty(shape.hidden), empty(shape.hidden)
         # Norms of the outputs of attention and MLP, if the shape has output norms.
         self.attention_norm, self.mlp_norm = empty(shape.hidden), empty(shape.hidden)
-        # Norms of each query and key head, if the shape has head norms.
-        self.query_norm, self.key_norm = empty(shape.head_dim), empty(shape.head_dim)
+        self.head_norms: HeadNorms | None = None
+        if shape.head_norms:
+            weights = empty(shape.head_dim), empty(shape.head_dim)
+            self.head_norms = HeadNorms(*weights, shape.norm_epsilon, shape.norm_offset)
 
     def weights(self) -> dict[str, Weight]:
         """Return the layer's weights by checkpoint name."""
@@ -142,9 +145,9 @@ class DecoderLayer:
             norms["post_feedforward_layernorm"] = self.mlp_norm
         else:
             norms["post_attention_layernorm"] = self.mlp_input_norm
-        if self._shape.head_norms:
-            norms["self_attn.q_norm"] = self.query_norm
-            norms["self_attn.k_norm"] = self.key_norm
+        if self.head_norms is not None:
+            norms["self_attn.q_norm"] = self.head_norms.query
+            norms["self_attn.k_norm"] = self.head_norms.key
         named = {f"{name}.weight": Weight.all_of(norm) for name, norm in norms.items()}
         for name, part in self._parts.items():
             linear, bias = self.projections[part.projection]
@@ -172,12 +175,6 @@ def projection_parts(shape: DecoderShape, model_rank: ModelRank) -> dict[str, Pr
     }
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-}
-
-
 def frequencies(rope: Rope, head_dim: int) -> Tensor:
     """Return the rotation angle per position, float32 [head_dim / 2], in radians."""
     plain = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
@@ -192,21 +189,6 @@ def frequencies(rope: Rope, head_dim: int) -> Tensor:
             return plain
     keep = keep.clamp(0.0, 1.0)
     return keep * plain + (1.0 - keep) * plain / scaling.factor
-
-
-def rotation(
-    positions: Tensor, frequencies: Tensor, magnitude: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return cosines and signed sines of the angles, each [tokens, 1, head_dim], for `rotate`."""
-    angles = positions[:, None, None].float() * frequencies
-    cosine, sine = angles.cos() * magnitude, angles.sin() * magnitude
-    return torch.cat((cosine, cosine), dim=-1).to(dtype), torch.cat((-sine, sine), dim=-1).to(dtype)
-
-
-def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotate heads, [tokens, heads, head_dim], by the angles of each token."""
-    first, second = heads.chunk(2, dim=-1)
-    return heads * cosine + torch.cat((second, first), dim=-1) * sine
 
 
 def _llama3_keep(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
@@ -250,7 +232,7 @@ class Decoder:
         self._layers = [DecoderLayer(shape, model_rank, dtype, device) for _ in range(shape.layers)]
         self._frequencies = {rope: frequencies(rope, shape.head_dim).to(device) for rope in set(shape.ropes)}
         self._embedding_scale = torch.tensor(shape.embedding_scale, dtype=dtype).item()
-        self._activation = _ACTIVATIONS[shape.activation]
+        self.ops = TORCH_OPS
         # Projections of each layer by checkpoint name; adapters may change these.
         self.projection_parts = projection_parts(shape, model_rank)
 
@@ -296,21 +278,28 @@ class Decoder:
             float32 logits [rows, vocab_size]; valid on rank 0 only.
         """
         rotations = {
-            rope: rotation(meta.positions, frequencies, rope.magnitude, self.dtype)
+            rope: Rotation.of(meta.positions, frequencies, rope.magnitude, self.dtype)
             for rope, frequencies in self._frequencies.items()
         }
         hidden = self._embed(token_ids)
-        for index in range(len(self._layers)):
-            attended = self._attend(hidden, index, rotations, attention, meta, lora)
-            if index == len(self._layers) - 1:  # other rows are not needed after the last attention
+        normed = self._rms_norm(hidden, self._layers[0].input_norm)
+        for index, layer in enumerate(self._layers):
+            attended = self._attend(normed, index, rotations, attention, meta, lora)
+            is_last = index == len(self._layers) - 1
+            if is_last:  # other rows are not needed after the last attention
                 hidden, attended = hidden.index_select(0, rows), attended.index_select(0, rows)
-                lora = None if lora is None else lora.select(rows)
+                lora = None if lora is None else lora.sampled
             added = self._project(attended, index, "output", lora)
             if self.shape.output_norms:
-                added = self._rms_norm(added, self._layers[index].attention_norm)
-            hidden = hidden + added
-            hidden = hidden + self._mlp(hidden, index, lora)
-        own = self._head(self._rms_norm(hidden, self._norm))
+                added = self._rms_norm(added, layer.attention_norm)
+            hidden, normed = self._add_rms_norm(hidden, added, layer.mlp_input_norm)
+            gate_up = self._project(normed, index, "gate_up", lora)
+            added = self._project(self.ops.gate(gate_up, self.shape.activation), index, "down", lora)
+            if self.shape.output_norms:
+                added = self._rms_norm(added, layer.mlp_norm)
+            norm = self._norm if is_last else self._layers[index + 1].input_norm
+            hidden, normed = self._add_rms_norm(hidden, added, norm)
+        own = self._head(normed)
         return self._ranks.gather_columns(own)[:, : self.shape.vocab_size].float()
 
     def _embed(self, token_ids: Tensor) -> Tensor:
@@ -327,32 +316,18 @@ class Decoder:
 
     def _attend(
         self,
-        hidden: Tensor,
+        normed: Tensor,
         index: int,
-        rotations: dict[Rope, tuple[Tensor, Tensor]],
+        rotations: dict[Rope, Rotation],
         attention: Attention,
         meta: StepMeta,
         lora: LoraBatch | None,
     ) -> Tensor:
         """Return the attention output of a layer before its output projection, [tokens, heads * head_dim]."""
-        layer, shape = self._layers[index], self.shape
-        heads, both = shape.heads, shape.heads + shape.kv_heads
-        projected = self._project(self._rms_norm(hidden, layer.input_norm), index, "qkv", lora)
-        projected = projected.view(hidden.shape[0], -1, shape.head_dim)
-        rotated = projected[:, :both]
-        if shape.head_norms:
-            query = self._rms_norm(rotated[:, :heads], layer.query_norm)
-            rotated = torch.cat((query, self._rms_norm(rotated[:, heads:], layer.key_norm)), dim=1)
-        rotated = rotate(rotated, *rotations[shape.ropes[index]])
-        attention.store(index, rotated[:, heads:], projected[:, both:], meta)
-        return attention.attend(rotated[:, :heads], index, meta)
-
-    def _mlp(self, hidden: Tensor, index: int, lora: LoraBatch | None) -> Tensor:
-        layer = self._layers[index]
-        gate_up = self._project(self._rms_norm(hidden, layer.mlp_input_norm), index, "gate_up", lora)
-        gate, up = gate_up.chunk(2, dim=-1)
-        added = self._project(self._activation(gate) * up, index, "down", lora)
-        return self._rms_norm(added, layer.mlp_norm) if self.shape.output_norms else added
+        projected = self._project(normed, index, "qkv", lora).view(len(normed), -1, self.shape.head_dim)
+        rotation, norms = rotations[self.shape.ropes[index]], self._layers[index].head_norms
+        query = attention.rotate_and_store(index, projected, rotation, norms, meta)
+        return attention.attend(query, index, meta)
 
     def _project(self, inputs: Tensor, index: int, name: str, lora: LoraBatch | None) -> Tensor:
         """Project inputs; the results of "output" and "down" are summed over all ranks."""
@@ -366,9 +341,7 @@ class Decoder:
         return output + bias if is_summed and bias is not None else output
 
     def _rms_norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        shape = self.shape
-        if not shape.norm_offset:
-            return functional.rms_norm(hidden, weight.shape, weight, shape.norm_epsilon)
-        # In float32, because 16-bit sums of small weights and the offset would lose the weights.
-        weight = weight.float() + shape.norm_offset
-        return functional.rms_norm(hidden.float(), weight.shape, weight, shape.norm_epsilon).to(self.dtype)
+        return rms_norm(hidden, weight, self.shape.norm_epsilon, self.shape.norm_offset)
+
+    def _add_rms_norm(self, hidden: Tensor, added: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return self.ops.add_rms_norm(hidden, added, weight, self.shape.norm_epsilon, self.shape.norm_offset)

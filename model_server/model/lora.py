@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+import numpy as np
 from torch import Tensor
 from torch.nn import functional
 
+from model_server.attention import Upload
 from model_server.errors import AdapterError, RequestError
 from model_server.requests import LoraRequest
 
@@ -36,23 +37,23 @@ class LoraAdapter:
 class LoraBatch:
     """Rows of a token batch by adapter."""
 
-    parts: Sequence[tuple[LoraAdapter, Tensor]]  # adapters with their rows (int64); rows are disjoint
+    parts: Sequence[tuple[LoraAdapter, Tensor]]  # adapters with their rows (int32); rows are disjoint
+    sampled: "LoraBatch | None" = None  # the same for the rows whose logits are computed, counted among these
 
     @classmethod
-    def of(cls, rows: Sequence[LoraAdapter | None], device: torch.device) -> "LoraBatch | None":
-        """Group rows by adapter; return None if no row has an adapter."""
-        members: dict[LoraAdapter, list[int]] = {}
-        for row, adapter in enumerate(rows):
-            if adapter is not None:
-                members.setdefault(adapter, []).append(row)
-        if not members:
-            return None
-        return cls([(adapter, torch.tensor(rows, device=device)) for adapter, rows in members.items()])
+    def of(
+        cls, adapters: Sequence[LoraAdapter | None], sampled: Sequence[int], upload: Upload
+    ) -> "LoraBatch | None":
+        """Group the rows of a batch by adapter; return None if no row has an adapter.
 
-    def select(self, rows: Tensor) -> "LoraBatch":
-        """Return the batch restricted to `rows` (int64, without duplicates)."""
-        places = [(adapter, torch.isin(rows, own).nonzero().flatten()) for adapter, own in self.parts]
-        return LoraBatch([(adapter, own) for adapter, own in places if len(own)])
+        Args:
+            adapters: Adapter of each row.
+            sampled: Rows whose logits are computed.
+            upload: Moves numbers to the device.
+        """
+        if not any(adapters):
+            return None
+        return cls(_rows_by_adapter(adapters, upload), cls(_rows_by_adapter([adapters[row] for row in sampled], upload)))
 
     def add(self, output: Tensor, inputs: Tensor, layer: int, projection: str) -> None:
         """Add the adapters' output for `inputs` [tokens, inputs] to `output` [tokens, outputs], in place."""
@@ -61,6 +62,16 @@ class LoraBatch:
             if factors is not None:
                 lowered = functional.linear(inputs.index_select(0, rows), factors.down)
                 output.index_add_(0, rows, functional.linear(lowered, factors.up))
+
+
+def _rows_by_adapter(
+    adapters: Sequence[LoraAdapter | None], upload: Upload
+) -> list[tuple[LoraAdapter, Tensor]]:
+    members: dict[LoraAdapter, list[int]] = {}
+    for row, adapter in enumerate(adapters):
+        if adapter is not None:
+            members.setdefault(adapter, []).append(row)
+    return [(adapter, upload(np.array(rows, np.int32))) for adapter, rows in members.items()]
 
 
 @dataclass(eq=False)

@@ -29,7 +29,8 @@ from model_server.model.ranks import Ranks
 from model_server.requests import ChosenToken, LoraRequest
 from model_server.shapes.shape import ModelRank
 from model_server.worker.block_copies import CompletedTransfer
-from model_server.worker.model_runner import SpanNumbers, load_runner
+from model_server.worker.block_tables import BlockTableChanges, SpanNumbers
+from model_server.worker.model_runner import load_runner
 from model_server.worker.sampler import SamplingRow, argmax_tokens, compute_logprobs, gather_logprobs, sample
 from model_server.worker.workers import Start, WorkerProcesses
 
@@ -41,6 +42,7 @@ class Executor:
         self._size = size = config.tensor_parallel_size
         self._numbers = itertools.count()
         self._unloaded: deque[int] = deque()  # LoRA ids; filled by the thread that drops an adapter
+        self._tables = BlockTableChanges(config.max_num_seqs)
         ranks = Ranks(ModelRank(0, size))
         with ExitStack() as undo:
             directory = ""
@@ -70,7 +72,8 @@ class Executor:
         unloaded = [self._unloaded.popleft() for _ in range(len(self._unloaded))]
         sampling = [item.request for item in ordered if item.samples]
         try:
-            logits = self._run_on_all_ranks("execute_model", *flatten_step(ordered), unloaded)
+            step = flatten_step(ordered, self._tables)
+            logits = self._run_on_all_ranks("execute_model", *step, unloaded)
             tokens = sample_tokens(logits, sampling, self.eos_token_ids)
         except torch.AcceleratorError as error:  # raised when results are read; later steps would fail, too
             raise WorkerError(f"the device failed and does not recover: {error}") from error
@@ -118,6 +121,7 @@ class Executor:
         try:
             return getattr(self.runner, method)(*args)
         except Exception as error:
+            self._tables.clear()
             if self._size > 1:
                 raise self._workers.lost_error(f"failed: {error}") from error
             raise
@@ -156,7 +160,7 @@ class MultiRankTransfer:
 
 
 def flatten_step(
-    scheduled: Sequence[ScheduledRequest],
+    scheduled: Sequence[ScheduledRequest], tables: BlockTableChanges
 ) -> tuple["array[int]", "array[int]", list[SpanNumbers], list[int]]:
     """Flatten a step into the first arguments of `ModelRunner.execute_model`."""
     token_ids, rows = array("i"), array("i")
@@ -164,7 +168,7 @@ def flatten_step(
         token_ids.extend(item.request.token_ids[item.start : item.stop])
         if item.samples:
             rows.append(len(token_ids) - 1)
-    spans: list[SpanNumbers] = [(item.start, item.num_tokens, item.request.block_ids) for item in scheduled]
+    spans = [tables.take(item) for item in scheduled]
     loras = [item.request.lora_request for item in scheduled]
     lora_ids = [0 if lora is None else lora.lora_id for lora in loras]
     return token_ids, rows, spans, lora_ids if any(lora_ids) else []

@@ -4,11 +4,13 @@ All arguments are plain numbers and strings, so that rank 0 can send them to the
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -16,14 +18,15 @@ from model_server.attention import KvLayout, Span, new_attention
 from model_server.config import TINY_MODEL, EngineConfig
 from model_server.errors import ConfigError
 from model_server.kv_cache.host_tier import Transfer
+from model_server.model.fused_ops import triton_ops
 from model_server.model.lora import LoraAdapter, LoraBatch
 from model_server.model.ranks import Ranks
 from model_server.model.weights import LoadedModel, load_adapter, load_checkpoint, load_tiny, torch_device
 from model_server.shapes.shape import ModelRank, pool_groups
 from model_server.worker.block_copies import CompletedTransfer, new_copies
-
-# One sequence of a step: start, length and block tables, the fields of `Span`.
-SpanNumbers: TypeAlias = tuple[int, int, Sequence[Sequence[int]]]
+from model_server.worker.block_tables import BlockTables, SpanNumbers, no_blocks
+from model_server.worker.cuda_graphs import Capture, DecodeGraphs
+from model_server.worker.step_arena import StepArena, arena_bytes
 
 
 class ModelRunner:
@@ -38,7 +41,20 @@ class ModelRunner:
         self._ranks = ranks
         self._transfers: dict[int, Transfer] = {}
         self._adapters: dict[int, LoraAdapter] = {}
+        self._backend = config.attention_backend
+        self._max_num_seqs = config.max_num_seqs
+        groups, blocks = len(self.kv_groups), self.model.shape.max_positions // config.block_tokens + 1
+        self._tables = BlockTables(groups, config.max_num_seqs, blocks)
+        self._padding = Span(-1, 1, no_blocks(groups))
+        self.graphs: DecodeGraphs | None = None
+        self._arena: StepArena | None = None
         self.allocate(0)
+        if self.attention.is_capturable:
+            self.model.ops = triton_ops()
+            size = arena_bytes(
+                tokens=config.max_num_batched_tokens, sequences=config.max_num_seqs, groups=groups, blocks=blocks
+            )
+            self._arena = StepArena(size, self.model.device)
         self.block_bytes = self.copies.block_bytes  # bytes of this rank's share of a block
 
     def join(self, rendezvous: str) -> None:
@@ -58,7 +74,7 @@ class ModelRunner:
         Args:
             token_ids: Token ids to compute, of all sequences concatenated.
             rows: Indices into `token_ids` whose logits are returned.
-            spans: Sequences, in the order of `token_ids`.
+            spans: Sequences, in the order of `token_ids`; those of one token come first.
             lora_ids: Adapter id per sequence, 0 for the base model; empty if none has an adapter.
             unloaded: Ids of adapters to unload first.
 
@@ -67,20 +83,44 @@ class ModelRunner:
         """
         for lora_id in unloaded:
             self._adapters.pop(lora_id, None)
-        device = self.model.device
-        meta = self.attention.prepare([Span(*span) for span in spans])
-        lora = None
+        applied = [self._tables.apply(span) for span in spans]
+        size = None
+        if self.graphs is not None and not lora_ids and len(token_ids) == len(rows) == len(spans):
+            size = self.graphs.size_for(len(spans))
+        if self.graphs is None or size is None:
+            return self._forward(token_ids, rows, applied, lora_ids)()
+        padding = size - len(spans)
+        self._forward([*token_ids, *[0] * padding], range(size), applied + [self._padding] * padding)
+        return self.graphs.replay(size)[: len(spans)]
+
+    def _forward(
+        self, token_ids: Sequence[int], rows: Sequence[int], spans: Sequence[Span], lora_ids: Sequence[int] = ()
+    ) -> Callable[[], Tensor]:
+        """Upload the numbers of a step, and return the function that computes its logits from them."""
+        upload = self._upload if self._arena is None else self._arena.put
+        if self._arena is not None:
+            self._arena.begin()
+        ids, sampled = upload(np.asarray(token_ids, np.int32)), upload(np.asarray(rows, np.int32))
+        meta, lora = self.attention.prepare(spans, upload), None
         if lora_ids:
             adapters = [self._adapters[lora_id] if lora_id else None for lora_id in lora_ids]
-            of_tokens = map(repeat, adapters, (length for _, length, _ in spans))
-            lora = LoraBatch.of(list(chain.from_iterable(of_tokens)), device)
-        return self.model.forward(
-            torch.tensor(token_ids, dtype=torch.int64, device=device),
-            torch.tensor(rows, dtype=torch.int64, device=device),
-            self.attention,
-            meta,
-            lora,
-        )
+            of_tokens = map(repeat, adapters, (span.length for span in spans))
+            lora = LoraBatch.of(list(chain.from_iterable(of_tokens)), rows, upload)
+        if self._arena is not None:
+            self._arena.upload()
+        return lambda: self.model.forward(ids, sampled, self.attention, meta, lora)
+
+    def capture_graphs(self, capture: Capture) -> None:
+        """Capture decode steps; they are replayed until the pool is freed."""
+
+        def prepare(size: int) -> Callable[[], Tensor]:
+            return self._forward([0] * size, range(size), [self._padding] * size)
+
+        with torch.inference_mode():
+            self.graphs = DecodeGraphs(self._max_num_seqs, prepare, capture)
+
+    def _upload(self, numbers: npt.NDArray[Any]) -> Tensor:
+        return torch.from_numpy(numbers).to(self.model.device)
 
     def store(self, number: int, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
         """Copy device blocks into host slots; `number` identifies the transfer for `wait_transfer`."""
@@ -102,13 +142,14 @@ class ModelRunner:
         model = self.model
         if not hasattr(self, "attention"):
             self.attention = new_attention(
-                model.shape, self._layout, model.dtype, model.device, fp8=self._fp8_kv
+                model.shape, self._layout, model.dtype, model.device, fp8=self._fp8_kv, backend=self._backend
             )
         self.copies = new_copies(self.attention.block_tensors(), host_blocks)
 
     def free(self) -> None:
         """Release the memory of both tiers. No step can run until `allocate`."""
         del self.attention, self.copies
+        self.graphs = None
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 

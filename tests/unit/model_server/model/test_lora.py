@@ -1,7 +1,7 @@
 """LoRA adapters: equal to merged weights, beside the base model, with clear loading errors."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -34,9 +34,12 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def rows_of(*parts: tuple[int, LoraAdapter | None]) -> LoraBatch | None:
+def rows_of(
+    *parts: tuple[int, LoraAdapter | None], sampled: Sequence[int] | None = None
+) -> LoraBatch | None:
     """Return the adapter of each row for runs of rows."""
-    return LoraBatch.of([adapter for length, adapter in parts for _ in range(length)], CPU)
+    adapters = [adapter for length, adapter in parts for _ in range(length)]
+    return LoraBatch.of(adapters, range(len(adapters)) if sampled is None else sampled, torch.from_numpy)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
@@ -114,8 +117,8 @@ def test_the_last_layer_follows_the_chosen_rows(tmp_path: Path) -> None:
     adapter = load_adapter(save_adapter(tmp_path / "adapter", base), model)
     text, flat = text_of(6), torch.tensor(text_of(6) * 2)
     pool = new_pool(model)
-    lora = rows_of((6, None), (6, adapter))
     for rows in ([5, 11], [11, 5], [5], [11]):
+        lora = rows_of((6, None), (6, adapter), sampled=rows)
         with torch.inference_mode():
             meta = pool.prepare([span(0, 6, [0, 1]), span(0, 6, [2, 3])])
             got = model.forward(flat, torch.tensor(rows), pool, meta, lora)
