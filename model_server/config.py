@@ -49,8 +49,8 @@ class EngineConfig:
         "--attention-backend",
         AttentionBackend,
         "auto",
-        "implementation of attention; auto: Triton kernels on CUDA, a compiled kernel on a CPU; torch: plain, "
-        "slow operators",
+        "implementation of attention; auto: Triton kernels on CUDA, a compiled kernel on a CPU; torch: "
+        "operators of torch, slow",
     )
     enforce_eager: bool = _engine_flag(
         "--enforce-eager", bool, False, "capture no CUDA graphs: slower decodes, less memory, faster start"

@@ -103,11 +103,16 @@ def _attended(attention: Attention, dtype: torch.dtype, device: torch.device) ->
     generator = torch.Generator().manual_seed(0)
     heads = _TRIAL_SHAPE.heads + 2 * _TRIAL_SHAPE.kv_heads
     outputs = []
-    for chunks in ([(0, context - 1) for context in _TRIAL_CONTEXTS], [(context - 1, 1) for context in _TRIAL_CONTEXTS]):
+    for chunks in (
+        [(0, context - 1) for context in _TRIAL_CONTEXTS],
+        [(context - 1, 1) for context in _TRIAL_CONTEXTS],
+    ):
         spans = [Span(*chunk, [table]) for chunk, table in zip(chunks, _TRIAL_TABLES, strict=True)]
         meta = attention.prepare(spans)
         size = sum(span.length for span in spans), 1, _TRIAL_SHAPE.head_dim
-        rotation = Rotation(torch.ones(size, dtype=dtype).to(device), torch.zeros(size, dtype=dtype).to(device))
+        rotation = Rotation(
+            torch.ones(size, dtype=dtype).to(device), torch.zeros(size, dtype=dtype).to(device)
+        )
         for layer in range(len(_TRIAL_SHAPE.windows)):
             projected = torch.randn((size[0], heads, size[2]), generator=generator).to(dtype).to(device)
             query = attention.rotate_and_store(layer, projected, rotation, None, meta)

@@ -18,7 +18,7 @@ from model_server.attention.heads import HeadNorms, Rotation
 from model_server.shapes.shape import AttentionShape, KvGroupSpec
 
 Numbers: TypeAlias = npt.NDArray[np.int64]
-# Takes numbers of a step for the device, and returns the tensor there: filled at once, or with the next upload.
+# Takes numbers of a step, and returns their tensor on the device: filled at once, or with the next upload.
 Upload: TypeAlias = Callable[[npt.NDArray[Any]], Tensor]
 
 
@@ -49,7 +49,8 @@ class Span(msgspec.Struct, frozen=True, gc=False):
 
     start: int  # tokens before the span, whose KV is in the pool
     length: int  # tokens of the span
-    block_tables: Sequence[Sequence[int]]  # blocks of all its tokens, per KV cache group
+    # Blocks of all its tokens, int32, per KV cache group.
+    block_tables: Sequence[Sequence[int]] | npt.NDArray[np.int32]
 
     @property
     def stop(self) -> int:
@@ -201,10 +202,6 @@ class KvPool:
         """Return stored keys and values of a plane, [blocks, kv_heads, block_tokens, head_dim] each."""
         return self._content[plane], self._content[self._num_planes + plane]
 
-    def scales(self, plane: int) -> tuple[Tensor, Tensor] | None:
-        """Return the scales of keys and values of a plane, float32 [blocks, kv_heads] each, if it has any."""
-        return None
-
     def plan_write(self, slots: Numbers) -> Write:
         block, offset = np.divmod(slots, self._block_tokens)
         rows = (block[:, None] * self._kv_heads + np.arange(self._kv_heads)) * self._block_tokens
@@ -252,6 +249,7 @@ class Fp8KvPool(KvPool):
         self._scales = torch.full(self._size, _SMALLEST_SCALE, dtype=torch.float32, device=device)
 
     def scales(self, plane: int) -> tuple[Tensor, Tensor]:
+        """Return the scales of keys and values of a plane, float32 [blocks, kv_heads] each."""
         return self._scales[plane], self._scales[self._num_planes + plane]
 
     def plan_write(self, slots: Numbers) -> Fp8Write:

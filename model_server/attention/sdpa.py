@@ -114,7 +114,7 @@ class SdpaAttention:
         positions = positions_of(spans)
         groups, block_tokens = range(len(self._layout.groups)), self._layout.block_tokens
         return SdpaMeta(
-            positions=to_device(positions, self._device),
+            positions=to_device(positions, self._device) if upload is None else upload(positions),
             writes=[
                 self._pool.plan_write(slots_of(spans, positions, group, block_tokens)) for group in groups
             ],

@@ -1,7 +1,8 @@
 """Attention on a GPU by kernels of our own in Triton, which read and write blocks in place.
 
-The single tokens of a step are one launch per layer, the longer spans another. Nothing is uploaded or
-allocated by number of blocks between `prepare` and the result, so that a step can be captured as a CUDA graph.
+The single tokens of a step are one launch per layer, the longer spans another. Nothing is uploaded between
+`prepare` and the result, and launches do not depend on contexts, so that a step can be captured as a CUDA
+graph.
 """
 
 from collections.abc import Sequence
@@ -55,8 +56,10 @@ class TritonAttention:
         self._groups = range(len(layout.groups))
         self._device = device
         self._places = layout.places()
+        pool = self._pool
         self._planes = [
-            Plane(*self._pool.plane(plane), self._pool.scales(plane)) for plane in range(layout.num_planes)
+            Plane(*pool.plane(plane), pool.scales(plane) if isinstance(pool, Fp8KvPool) else None)
+            for plane in range(layout.num_planes)
         ]
 
     def prepare(self, spans: Sequence[Span], upload: Upload | None = None) -> TritonMeta:
@@ -78,7 +81,11 @@ class TritonAttention:
         def part(first: int, stop: int, max_query: int) -> list[Sequences]:
             return [
                 Sequences(
-                    starts[first : stop + 1], context[first:stop], table, table_starts[group, first:stop], max_query
+                    starts[first : stop + 1],
+                    context[first:stop],
+                    table,
+                    table_starts[group, first:stop],
+                    max_query,
                 )
                 for group in self._groups
             ]
@@ -102,8 +109,15 @@ class TritonAttention:
         group, plane = self._places[layer]
         output = torch.empty_like(query)
         for run, sequences in ((run_decodes, meta.decodes[group]), (run_prefills, meta.prefills[group])):
-            if sequences.count:
-                run(query, output, self._planes[plane], sequences, self._shape.scale, self._shape.windows[layer])
+            if len(sequences.contexts):
+                run(
+                    query,
+                    output,
+                    self._planes[plane],
+                    sequences,
+                    self._shape.scale,
+                    self._shape.windows[layer],
+                )
         return output.flatten(1)
 
     def block_tensors(self) -> Sequence[Tensor]:

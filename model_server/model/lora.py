@@ -53,7 +53,10 @@ class LoraBatch:
         """
         if not any(adapters):
             return None
-        return cls(_rows_by_adapter(adapters, upload), cls(_rows_by_adapter([adapters[row] for row in sampled], upload)))
+        return cls(
+            _rows_by_adapter(adapters, upload),
+            cls(_rows_by_adapter([adapters[row] for row in sampled], upload)),
+        )
 
     def add(self, output: Tensor, inputs: Tensor, layer: int, projection: str) -> None:
         """Add the adapters' output for `inputs` [tokens, inputs] to `output` [tokens, outputs], in place."""

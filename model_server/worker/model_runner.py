@@ -52,7 +52,10 @@ class ModelRunner:
         if self.attention.is_capturable:
             self.model.ops = triton_ops()
             size = arena_bytes(
-                tokens=config.max_num_batched_tokens, sequences=config.max_num_seqs, groups=groups, blocks=blocks
+                tokens=config.max_num_batched_tokens,
+                sequences=config.max_num_seqs,
+                groups=groups,
+                blocks=blocks,
             )
             self._arena = StepArena(size, self.model.device)
         self.block_bytes = self.copies.block_bytes  # bytes of this rank's share of a block
@@ -94,7 +97,11 @@ class ModelRunner:
         return self.graphs.replay(size)[: len(spans)]
 
     def _forward(
-        self, token_ids: Sequence[int], rows: Sequence[int], spans: Sequence[Span], lora_ids: Sequence[int] = ()
+        self,
+        token_ids: Sequence[int],
+        rows: Sequence[int],
+        spans: Sequence[Span],
+        lora_ids: Sequence[int] = (),
     ) -> Callable[[], Tensor]:
         """Upload the numbers of a step, and return the function that computes its logits from them."""
         upload = self._upload if self._arena is None else self._arena.put

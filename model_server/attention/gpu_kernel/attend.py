@@ -18,9 +18,9 @@ from torch import Tensor
 _ROWS_MIN = 16
 _PREFILL_ROWS = 128
 _PARTS_MAX = 64
-# Programs of a decode launch, at least: two for each multiprocessor of the largest cards. The interpreter runs
-# one after the other.
-_DECODE_PROGRAMS = 8 if triton.knobs.runtime.interpret else 288
+# Programs of a decode launch, at least: two for each multiprocessor of the largest cards. The interpreter
+# runs one after the other.
+DECODE_PROGRAMS = 1 if triton.knobs.runtime.interpret else 288
 
 
 class Sequences(NamedTuple):
@@ -31,11 +31,6 @@ class Sequences(NamedTuple):
     tables: Tensor  # block tables, one after another
     table_starts: Tensor  # [sequences], index of each sequence's table in `tables`
     max_query: int  # maximum of rows per sequence
-
-    @property
-    def count(self) -> int:
-        """Number of sequences."""
-        return self.contexts.shape[0]
 
 
 class Plane(NamedTuple):
@@ -106,7 +101,9 @@ def attend_prefills(
         mask = live[:, None] & (dims < DIM)[None, :]
         rows = (first + token).to(tl.int64)
         q = tl.load(
-            query_ptr + (rows * query_token + head * query_head)[:, None] + dims[None, :], mask=mask, other=0.0
+            query_ptr + (rows * query_token + head * query_head)[:, None] + dims[None, :],
+            mask=mask,
+            other=0.0,
         )
         positions = context - length + token
         first_position = context - length + tile_start
@@ -145,13 +142,13 @@ def attend_prefills(
 
 @triton.jit
 def attend_decodes(
-    query_ptr, parts_ptr, logs_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr,
+    query_ptr, output_ptr, parts_ptr, logs_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr,
     contexts_ptr, tables_ptr, table_starts_ptr,
-    scale, window, query_token, query_head, kv_block, kv_stride,
+    scale, window, query_token, query_head, output_token, kv_block, kv_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, BLOCK: tl.constexpr,
     LANES: tl.constexpr, TILE: tl.constexpr, FP8: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Attend one part of the context of a single token, for one KV head. Grid: [sequences, kv_heads, PARTS]."""
+    """Attend a part of the context of a single token, for one KV head. Grid: [sequences, kv_heads, PARTS]."""
     sequence, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context = tl.load(contexts_ptr + sequence)
     lane, dims = tl.arange(0, LANES), tl.arange(0, PAD)
@@ -182,10 +179,18 @@ def attend_decodes(
             dims, KV_HEADS, DIM, BLOCK, TILE, FP8, WINDOW, True,
         )  # fmt: skip
     divisor = tl.where(total > 0.0, total, 1.0)
-    slot = (sequence * KV_HEADS * GROUP + head) * PARTS + part
-    tl.store(parts_ptr + slot[:, None] * DIM + dims[None, :], acc / divisor[:, None], mask=mask)
-    # A part without visible tokens weighs nothing.
-    tl.store(logs_ptr + slot, tl.where(total > 0.0, top + tl.log2(divisor), float("-inf")), mask=live)
+    attended = acc / divisor[:, None]
+    if PARTS == 1:
+        tl.store(
+            output_ptr + sequence.to(tl.int64) * output_token + (head * DIM)[:, None] + dims[None, :],
+            attended.to(output_ptr.dtype.element_ty),
+            mask=mask,
+        )
+    else:
+        slot = (sequence * KV_HEADS * GROUP + head) * PARTS + part
+        tl.store(parts_ptr + slot[:, None] * DIM + dims[None, :], attended, mask=mask)
+        # A part without visible tokens weighs nothing.
+        tl.store(logs_ptr + slot, tl.where(total > 0.0, top + tl.log2(divisor), float("-inf")), mask=live)
 
 
 @triton.jit
@@ -226,13 +231,14 @@ def run_prefills(
     _, kv_heads, block_tokens, head_dim = plane.keys.shape
     group = query.shape[1] // kv_heads
     rows, lanes = prefill_tile(group)
-    grid = (triton.cdiv(sequences.max_query, rows), kv_heads, sequences.count)
+    grid = (triton.cdiv(sequences.max_query, rows), kv_heads, len(sequences.contexts))
     attend_prefills[grid](
         query, output, *_pool_arguments(plane, query), sequences.starts, sequences.contexts,
         sequences.tables, sequences.table_starts, scale * math.log2(math.e), window or 0,
         query.stride(0), query.stride(1), output.stride(0), plane.keys.stride(0), plane.keys.stride(1),
         kv_heads, group, head_dim, triton.next_power_of_2(head_dim), block_tokens, rows, lanes,
-        FP8=plane.scales is not None, WINDOW=window is not None, **prefill_options(head_dim, window, query.dtype),
+        FP8=plane.scales is not None, WINDOW=window is not None,
+        **prefill_options(head_dim, window, query.dtype),
     )  # fmt: skip
 
 
@@ -242,17 +248,21 @@ def run_decodes(
     """Attend single tokens: row n of the batch is the token of sequence n. Arguments as `run_prefills`."""
     _, kv_heads, block_tokens, head_dim = plane.keys.shape
     heads, pad = query.shape[1], triton.next_power_of_2(head_dim)
-    count, parts = sequences.count, decode_parts(sequences.count * kv_heads)
-    sums = torch.empty((count, heads, parts, head_dim), dtype=torch.float32, device=query.device)
-    logs = torch.empty((count, heads, parts), dtype=torch.float32, device=query.device)
+    count = len(sequences.contexts)
+    parts = decode_parts(count * kv_heads)
+    kept = (count, heads, parts) if parts > 1 else (0, 0, 0)
+    sums = torch.empty((*kept, head_dim), dtype=torch.float32, device=query.device)
+    logs = torch.empty(kept, dtype=torch.float32, device=query.device)
     attend_decodes[(count, kv_heads, parts)](
-        query, sums, logs, *_pool_arguments(plane, query), sequences.contexts, sequences.tables,
+        query, output, sums, logs, *_pool_arguments(plane, query), sequences.contexts, sequences.tables,
         sequences.table_starts, scale * math.log2(math.e), window or 0, query.stride(0), query.stride(1),
-        plane.keys.stride(0), plane.keys.stride(1), kv_heads, heads // kv_heads, head_dim, pad, block_tokens,
+        output.stride(0), plane.keys.stride(0), plane.keys.stride(1),
+        kv_heads, heads // kv_heads, head_dim, pad, block_tokens,
         max(_ROWS_MIN, triton.next_power_of_2(heads // kv_heads)),
         FP8=plane.scales is not None, WINDOW=window is not None, PARTS=parts, **decode_options(head_dim),
     )  # fmt: skip
-    _merge_parts[(count, heads)](sums, logs, output, output.stride(0), heads, head_dim, pad, parts)
+    if parts > 1:
+        _merge_parts[(count, heads)](sums, logs, output, output.stride(0), heads, head_dim, pad, parts)
 
 
 def _pool_arguments(plane: Plane, unused: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -270,7 +280,7 @@ def decode_parts(programs: int) -> int:
 
     It does not depend on contexts, which a captured graph does not know.
     """
-    return min(_PARTS_MAX, int(triton.next_power_of_2(triton.cdiv(_DECODE_PROGRAMS, programs))))
+    return min(_PARTS_MAX, int(triton.next_power_of_2(triton.cdiv(DECODE_PROGRAMS, programs))))
 
 
 def prefill_options(head_dim: int, window: int | None, dtype: torch.dtype) -> dict[str, int]:

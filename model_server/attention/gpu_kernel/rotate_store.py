@@ -30,7 +30,7 @@ def _power_of_two_above(number):
 def _to_fp8(numbers, kind: tl.constexpr):
     """Round to the nearest 8-bit float, ties to even."""
     if _INTERPRETED:
-        # The interpreter's conversion loses the carry into the exponent, so give it numbers that need no rounding.
+        # The interpreter's conversion loses carries into the exponent, so give it numbers without rounding.
         bits = numbers.to(tl.int32, bitcast=True)
         rounded = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
         numbers = tl.where(tl.abs(numbers) < _NORMAL_MIN, (numbers + _ROUNDER) - _ROUNDER, rounded)
@@ -112,7 +112,18 @@ def rotate_and_store(
         high = tl.load(source + half, mask=mask, other=0.0).to(tl.float32)
         if head < HEADS:
             low, high = _rotated(
-                low, high, query_norm_ptr, cosine_ptr, sine_ptr, token, dims, mask, epsilon, offset, DIM, NORMS
+                low,
+                high,
+                query_norm_ptr,
+                cosine_ptr,
+                sine_ptr,
+                token,
+                dims,
+                mask,
+                epsilon,
+                offset,
+                DIM,
+                NORMS,
             )
             target = query_ptr + ((token * HEADS + head) * DIM)[:, None] + dims[None, :]
             tl.store(target, low.to(query_ptr.dtype.element_ty), mask=mask)
@@ -167,15 +178,13 @@ def run_rotate_and_store(
     """
     _, kv_heads, block_tokens, head_dim = plane.keys.shape
     heads = projected.shape[1] - 2 * kv_heads
-    query = torch.empty(
-        (projected.shape[0], heads, head_dim), dtype=projected.dtype, device=projected.device
-    )
+    query = torch.empty((projected.shape[0], heads, head_dim), dtype=projected.dtype, device=projected.device)
     single = sequences.max_query == 1
     blocks = 1 if single else (sequences.max_query - 2) // block_tokens + 2
     alone = single and plane.scales is None
     query_norm, key_norm = (projected, projected) if norms is None else (norms.query, norms.key)
     key_scales, value_scales = plane.scales or (projected, projected)
-    rotate_and_store[(blocks, sequences.count, heads + kv_heads)](
+    rotate_and_store[(blocks, len(sequences.contexts), heads + kv_heads)](
         projected, query, plane.keys, plane.values, key_scales, value_scales, rotation.cosine, rotation.sine,
         query_norm, key_norm, sequences.starts, sequences.contexts, sequences.tables, sequences.table_starts,
         0.0 if norms is None else norms.epsilon, 0.0 if norms is None else norms.offset,

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,11 +37,18 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int], bool]
                 constants = pool | flags | {"ROWS": rows, "LANES": lanes}
                 yield f"prefill {name}", attend.attend_prefills, constants, options, fp8
                 options = attend.decode_options(dim)
-                constants = pool | flags | {"LANES": 16, "PARTS": 8}
-                yield f"decode {name}", attend.attend_decodes, constants, options, fp8
+                for parts in (1, 8):
+                    constants = pool | flags | {"LANES": 16, "PARTS": parts}
+                    yield f"decode {name} parts {parts}", attend.attend_decodes, constants, options, fp8
             stored = {"HEADS": GROUP * KV_HEADS, "KV_HEADS": KV_HEADS, "DIM": dim, "PAD": dim // 2}
             for norms in (False, True):
-                constants = stored | {"BLOCK": BLOCK, "ROWS": BLOCK, "FP8": fp8, "NORMS": norms, "SINGLE": False}
+                constants = stored | {
+                    "BLOCK": BLOCK,
+                    "ROWS": BLOCK,
+                    "FP8": fp8,
+                    "NORMS": norms,
+                    "SINGLE": False,
+                }
                 name = f"store {dim}{' fp8' * fp8}{' norms' * norms}"
                 yield name, rotate_store.rotate_and_store, constants, {}, fp8
     yield "add_rms_norm", elementwise.add_rms_norm, {"SIZE": 4096, "PAD": 4096}, {"num_warps": 8}, False
@@ -68,7 +74,8 @@ def compiled(kernel: Any, constants: dict[str, Any], options: dict[str, int], fp
     aligned = [
         index
         for index, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") or name in ("query_token", "query_head", "output_token", "kv_block", "kv_stride", "projected_token")
+        if kind.startswith("*")
+        or name in ("query_token", "query_head", "output_token", "kv_block", "kv_stride", "projected_token")
     ]
     source = ASTSource(
         kernel, signature, constants, {(index,): [["tt.divisibility", 16]] for index in aligned}

@@ -1,15 +1,13 @@
-"""The contract of attention: each backend gives what the definition gives, over whatever way a batch is built."""
+"""The contract of attention: each backend gives what the definition gives, however a batch is built."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
-from model_server.attention import Attention, KvLayout, SdpaAttention, Span, new_attention
+from model_server.attention import Attention, KvLayout, Span, new_attention
 from model_server.attention.heads import HeadNorms, Rotation
 from model_server.config import AttentionBackend
 from model_server.shapes.shape import AttentionShape, KvGroupSpec, kv_groups, single_group
@@ -85,7 +83,9 @@ class Batches:
     def __init__(self, case: Case, dtype: torch.dtype) -> None:
         self.case, self.dtype = case, dtype
         self.shape = AttentionShape(case.heads, case.kv_heads, case.head_dim, 0.1, case.windows)
-        groups: tuple[KvGroupSpec, ...] = kv_groups(case.windows) if case.grouped else single_group(len(case.windows))
+        groups: tuple[KvGroupSpec, ...] = (
+            kv_groups(case.windows) if case.grouped else single_group(len(case.windows))
+        )
         self.tokens = {number: 0 for step in case.steps for number, _ in step}
         for step in case.steps:
             for number, length in step:
@@ -96,12 +96,16 @@ class Batches:
         generator = torch.Generator().manual_seed(3)
         order = torch.randperm(count, generator=generator).tolist()
         self.tables = {
-            number: [[order.pop() for _ in range(blocks)] for _ in groups] for number, blocks in self.blocks.items()
+            number: [[order.pop() for _ in range(blocks)] for _ in groups]
+            for number, blocks in self.blocks.items()
         }
         size = case.heads + 2 * case.kv_heads, case.head_dim
         # By layer and sequence: queries, keys and values before the rotation.
         self.projected = [
-            {number: torch.randn((tokens, *size), generator=generator).to(dtype) for number, tokens in self.tokens.items()}
+            {
+                number: torch.randn((tokens, *size), generator=generator).to(dtype)
+                for number, tokens in self.tokens.items()
+            }
             for _ in case.windows
         ]
         self.frequencies = torch.rand(case.head_dim // 2, generator=generator)
@@ -120,7 +124,9 @@ class Batches:
             positions = torch.tensor([at for span in spans for at in range(span.start, span.stop)])
             rotation = Rotation.of(positions.to(DEVICE), self.frequencies.to(DEVICE), 1.0, self.dtype)
             for layer, texts in enumerate(self.projected):
-                rows = [(number, span.start, span.stop) for (number, _), span in zip(step, spans, strict=True)]
+                rows = [
+                    (number, span.start, span.stop) for (number, _), span in zip(step, spans, strict=True)
+                ]
                 projected = torch.cat([texts[number][start:stop] for number, start, stop in rows]).to(DEVICE)
                 query = attention.rotate_and_store(layer, projected, rotation, self.norms, meta)
                 yield attention.attend(query, layer, meta).cpu(), [(layer, *row) for row in rows]
@@ -133,7 +139,9 @@ class Batches:
         query, key, value = projected.split([case.heads, case.kv_heads, case.kv_heads], dim=1)
         if self.norms is not None:
             query, key = (
-                heads / (heads.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (weight.cpu().double() + case.norms)
+                heads
+                / (heads.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+                * (weight.cpu().double() + case.norms)
                 for heads, weight in ((query, self.norms.query), (key, self.norms.key))
             )
         angles = torch.arange(stop)[:, None, None] * self.frequencies.double()
@@ -142,7 +150,9 @@ class Batches:
         for position in range(start, stop):
             window = case.windows[layer]
             seen = slice(0 if window is None else max(0, position + 1 - window), position + 1)
-            keys, values = (part[seen].repeat_interleave(case.heads // case.kv_heads, 1) for part in (key, value))
+            keys, values = (
+                part[seen].repeat_interleave(case.heads // case.kv_heads, 1) for part in (key, value)
+            )
             weights = (torch.einsum("hd,khd->hk", query[position], keys) * self.shape.scale).softmax(-1)
             outputs.append(torch.einsum("hk,khd->hd", weights, values).flatten())
         return torch.stack(outputs)
@@ -156,7 +166,9 @@ def _turned(heads: Tensor, angles: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("backend", "dtype"), BACKENDS, ids=lambda value: str(value).removeprefix("torch."))
-def test_each_backend_follows_the_definition(backend: AttentionBackend, dtype: torch.dtype, case: str) -> None:
+def test_each_backend_follows_the_definition(
+    backend: AttentionBackend, dtype: torch.dtype, case: str
+) -> None:
     """Outputs equal the definition's within the rounding of the type."""
     batches = Batches(CASES[case], dtype)
     attention = new_attention(batches.shape, batches.layout, dtype, DEVICE, backend=backend)
@@ -185,7 +197,7 @@ def test_8_bit_pools_are_the_same_by_every_backend(dtype: torch.dtype, case: str
 
 @pytest.mark.parametrize("dtype", TRITON_DTYPES, ids=str)
 def test_padding_rows_write_nowhere_and_change_nothing(dtype: torch.dtype) -> None:
-    """A sequence without context, which fills a captured batch, leaves the pool and other rows as they are."""
+    """A sequence without context, which fills a captured batch, leaves the pool and other rows alone."""
     shape = AttentionShape(4, 2, 32, 0.3, (None,))
     layout = KvLayout(single_group(1), 4, 16)
     generator = torch.Generator().manual_seed(0)
@@ -196,7 +208,9 @@ def test_padding_rows_write_nowhere_and_change_nothing(dtype: torch.dtype) -> No
         spans = [Span(0, 1, [[2]]), *[Span(-1, 1, [[0]])] * padding]
         meta = attention.prepare(spans)
         count = 1 + padding
-        rotation = Rotation.of(meta.positions, torch.rand(16, generator=torch.Generator().manual_seed(1)).to(DEVICE), 1.0, dtype)
+        rotation = Rotation.of(
+            meta.positions, torch.rand(16, generator=torch.Generator().manual_seed(1)).to(DEVICE), 1.0, dtype
+        )
         query = attention.rotate_and_store(0, projected[:count], rotation, None, meta)
         outputs.append(attention.attend(query, 0, meta)[:1])
         pools.append(attention.block_tensors()[0])
@@ -206,6 +220,8 @@ def test_padding_rows_write_nowhere_and_change_nothing(dtype: torch.dtype) -> No
 
 def test_contexts_of_many_parts_and_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decodes and prefills over several tiles of keys equal the definition, however contexts are divided."""
+    attend = pytest.importorskip("model_server.attention.gpu_kernel.attend")
+    monkeypatch.setattr(attend, "DECODE_PROGRAMS", 8)
     steps = [[(0, 150)], [(0, 1), (1, 70)], [(1, 1), (0, 1)]]
     batches = Batches(Case(kv_heads=1, steps=steps, windows=(None, 80)), torch.float32)
     attention = new_attention(batches.shape, batches.layout, torch.float32, DEVICE, backend="triton")

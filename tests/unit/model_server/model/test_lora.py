@@ -34,9 +34,7 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def rows_of(
-    *parts: tuple[int, LoraAdapter | None], sampled: Sequence[int] | None = None
-) -> LoraBatch | None:
+def rows_of(*parts: tuple[int, LoraAdapter | None], sampled: Sequence[int] | None = None) -> LoraBatch | None:
     """Return the adapter of each row for runs of rows."""
     adapters = [adapter for length, adapter in parts for _ in range(length)]
     return LoraBatch.of(adapters, range(len(adapters)) if sampled is None else sampled, torch.from_numpy)
