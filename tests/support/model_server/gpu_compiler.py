@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +24,9 @@ _POINTERS = re.compile("_ptr$")
 _KINDS = {"scale": "fp32", "epsilon": "fp32", "offset": "fp32"}
 
 
-def variants() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int], bool]]:
-    """Yield name, kernel, constants, compiler options and whether the pool is in 8 bits."""
-    for dim in (64, 128):
+def variants(dims: Sequence[int]) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int], bool]]:
+    """Yield name, kernel, constants, compiler options and whether the pool is in 8 bits, for head sizes."""
+    for dim in dims:
         pool = {"KV_HEADS": KV_HEADS, "GROUP": GROUP, "DIM": dim, "PAD": dim, "BLOCK": BLOCK}
         rows, lanes = attend.prefill_tile(GROUP)
         for fp8 in (False, True):
@@ -37,9 +37,8 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int], bool]
                 constants = pool | flags | {"ROWS": rows, "LANES": lanes}
                 yield f"prefill {name}", attend.attend_prefills, constants, options, fp8
                 options = attend.decode_options(dim)
-                for parts in (1, 8):
-                    constants = pool | flags | {"LANES": 16, "PARTS": parts}
-                    yield f"decode {name} parts {parts}", attend.attend_decodes, constants, options, fp8
+                constants = pool | flags | {"LANES": 16, "PARTS": 1 if window else 8}
+                yield f"decode {name}", attend.attend_decodes, constants, options, fp8
             stored = {"HEADS": GROUP * KV_HEADS, "KV_HEADS": KV_HEADS, "DIM": dim, "PAD": dim // 2}
             for norms in (False, True):
                 constants = stored | {
@@ -91,12 +90,12 @@ def report(binary: Any) -> dict[str, int]:
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack, local = map(int, re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage).groups())
+    ((registers, stack, local),) = re.findall(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", usage)
     ptx = binary.asm["ptx"]
     return {
         "shared_bytes": binary.metadata.shared,
-        "spilled_bytes": stack + local,
-        "registers": registers,
+        "spilled_bytes": int(stack) + int(local),
+        "registers": int(registers),
         "wgmma": ptx.count("wgmma.mma_async"),
         "mma": ptx.count("mma.sync"),
         "tcgen05": ptx.count("tcgen05.mma"),
@@ -106,7 +105,7 @@ def report(binary: Any) -> dict[str, int]:
 def main(targets: list[str]) -> None:
     """Print, per target and variant, one line of JSON."""
     for target in targets:
-        for name, kernel, constants, options, fp8 in variants():
+        for name, kernel, constants, options, fp8 in variants((64, 128) if target == "90" else (128,)):
             if fp8 and int(target) < 89:  # no instructions for 8-bit floats
                 continue
             found = report(compiled(kernel, constants, options, fp8, int(target)))

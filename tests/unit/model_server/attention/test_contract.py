@@ -24,7 +24,7 @@ BACKENDS: list[tuple[AttentionBackend, torch.dtype]] = [
     *(() if CUDA else (("auto", torch.float32), ("auto", torch.bfloat16))),
 ]
 # (sequence, tokens) by step: prefills, chunks and decodes, alone and mixed.
-MIXED = [[(0, 7)], [(0, 1), (1, 5)], [(0, 1), (1, 14), (2, 3)], [(2, 1), (0, 1), (1, 1)], [(1, 1), (2, 21)]]
+MIXED = [[(0, 7)], [(0, 1), (1, 5)], [(1, 13), (2, 3)], [(2, 1), (0, 1), (1, 18)]]
 DECODES = [[(0, 33), (1, 2)], [(1, 1), (0, 1)], [(1, 1), (0, 1)]]
 
 
@@ -177,7 +177,7 @@ def test_each_backend_follows_the_definition(
         torch.testing.assert_close(outputs.double(), want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("case", ["chunks", "windows", "odd blocks", "norms"])
+@pytest.mark.parametrize("case", ["windows", "odd blocks", "norms"])
 @pytest.mark.parametrize("dtype", TRITON_DTYPES, ids=str)
 def test_8_bit_pools_are_the_same_by_every_backend(dtype: torch.dtype, case: str) -> None:
     """Triton kernels write the numbers and scales that torch writes, and attend to what they mean."""
