@@ -187,12 +187,10 @@ class EngineCore:
     def step(self) -> bool:
         """Run one step on the caller's thread. Return False when there was nothing to compute."""
         self._drain_inbox()
-        if self.is_sleeping:
-            self._flush()
-            return False
         scheduled: list[ScheduledRequest] = []
         try:
-            scheduled = self.scheduler.schedule(self._rate.seconds_per_token)
+            if not self.is_sleeping:
+                scheduled = self.scheduler.schedule(self._rate.seconds_per_token)
             self._log_preemptions()
             if not scheduled:
                 self._flush()
@@ -222,6 +220,7 @@ class EngineCore:
         except BaseException:
             self._healthy = False  # first: from now on /health reports the failure
             logger.critical("engine loop died", exc_info=True)
+            self.kv_cache.block_pool.uncache_uncomputed()  # neither published nor in a snapshot
             self._end_all("error", "the engine failed")
         else:
             self._end_all("abort", None)
@@ -237,6 +236,7 @@ class EngineCore:
         what = "the model failed" if computed else "the step could not be scheduled"
         for request in failed:
             self._finish(request, "error", f"{what}: {error}")
+        self._flush()
 
     def _compute(self, scheduled: Sequence[ScheduledRequest]) -> dict[str, ChosenToken]:
         self._steps += 1

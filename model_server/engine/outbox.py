@@ -19,7 +19,7 @@ class Outbox:
 
     def __init__(self, publish: PublishEvents | None) -> None:
         self._publish = publish  # None: events are discarded
-        # Request (None for events), callback, argument.
+        # For events, the request is None.
         self._queue: deque[tuple[Request | None, Callable[[Any], object], Any]] = deque()
         self.failed: list[Request] = []  # whose callback raised before the last output; the caller empties it
 

@@ -270,13 +270,17 @@ def next_token(text: Sequence[int]) -> int:
 
 
 def checking_engine(
-    windows: Sequence[int | None] = (None,), polls_per_copy: int = 0, **settings: object
+    windows: Sequence[int | None] = (None,),
+    polls_per_copy: int = 0,
+    is_async: bool = False,
+    **settings: object,
 ) -> tuple[EngineCore, CheckingRunner, EventLog]:
     """Return an engine around a CheckingRunner, with small defaults.
 
     Args:
         windows: Sliding windows of the model's layers in tokens; None for full attention.
         polls_per_copy: Polls until a copy between the tiers completes.
+        is_async: Whether a step's events and outputs are sent during the next step.
         settings: Fields of EngineConfig.
     """
     config = EngineConfig(
@@ -289,12 +293,15 @@ def checking_engine(
         }
     )
     runner, events = CheckingRunner(config.block_tokens, windows, polls_per_copy), EventLog()
+    runner.is_async = is_async
 
     def blocks(num_tokens: int) -> int:
         return blocks_bound(runner.kv_groups, num_tokens, config.max_num_batched_tokens, config.block_tokens)
 
     longest = bisect_right(range(1 << 16), config.gpu_blocks, key=blocks) - 1
-    return EngineCore(config, runner, events.publish, config.max_model_len or longest), runner, events
+    max_model_len = config.max_model_len or longest
+    # Looked up at each call, so that a test can replace it.
+    return EngineCore(config, runner, lambda batch: events.publish(batch), max_model_len), runner, events
 
 
 def request(name: str, prompt: Sequence[int], max_tokens: int = 4, **fields: object) -> EngineCoreRequest:
