@@ -1,30 +1,33 @@
 """Engine core: accepts requests from any thread and runs them step by step on its own thread.
 
-One step: drain the inbox, schedule, run the model, publish cache events, deliver tokens. The engine works on
-token ids, without text or HTTP. The model is behind `Executor`; outputs and events go to callbacks.
+One step: drain the inbox, schedule, launch the model, send what is queued, wait for the tokens, append them.
+A step's cache events and outputs are sent at its end; with CUDA, while the device computes the next step. The
+engine works on token ids, without text or HTTP. The model is behind `Executor`.
 """
 
 import itertools
 import logging
 import random
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 from common.repeated_log import RepeatedLog
 from model_server.config import EngineConfig
+from model_server.engine.outbox import Outbox, OutputCallback
 from model_server.engine.scheduler import PrefillRate, Scheduler
-from model_server.errors import EngineClosedError, QueueFullError, RequestError, WorkerError
+from model_server.errors import EngineClosedError, QueueFullError, RequestError
 from model_server.kv_cache.manager import KVCache
 from model_server.kv_cache.request import Request, ScheduledRequest
 from model_server.kv_events.events import PublishEvents
 from model_server.model.lora import LoraRegistry
 from model_server.requests import (
     ChosenToken,
-    EngineCoreOutput,
     EngineCoreRequest,
     EngineStats,
     FinishReason,
@@ -37,9 +40,8 @@ _repeated = RepeatedLog(logger, lines=20)
 
 T = TypeVar("T")
 
-OutputCallback = Callable[[EngineCoreOutput], None]
-
 _HEARTBEAT_S = 1.0  # longest wait of an idle loop, so that its health can be observed
+_SWITCH_INTERVAL_S = 0.0005  # longest wait for the GIL when the device is done; Python's 5 ms equal a step
 
 
 class EngineCore:
@@ -63,7 +65,7 @@ class EngineCore:
         self._max_waiting = config.max_waiting
         self._caching = config.enable_prefix_caching
         self.executor = executor
-        self._publish_events = publish  # None: events are discarded
+        self._outbox = Outbox(publish)
         self.kv_cache = KVCache(config, executor, max_model_len)
         self.scheduler = Scheduler(
             self.kv_cache.manager,
@@ -92,7 +94,7 @@ class EngineCore:
         Args:
             core_request: Request to run; its id must not be in use.
             on_output: Called on the engine's thread with each output. Must not block. If it raises, the
-                request is aborted.
+                request is aborted, and its next output is the last.
 
         Raises:
             RequestError: The request can never run.
@@ -185,27 +187,29 @@ class EngineCore:
     def step(self) -> bool:
         """Run one step on the caller's thread. Return False when there was nothing to compute."""
         self._drain_inbox()
-        if self.is_sleeping:
-            return False
         scheduled: list[ScheduledRequest] = []
         try:
-            scheduled = self.scheduler.schedule(self._rate.seconds_per_token)
+            if not self.is_sleeping:
+                scheduled = self.scheduler.schedule(self._rate.seconds_per_token)
             self._log_preemptions()
             if not scheduled:
-                return self._idle()
+                self._flush()
+                return self.kv_cache.offloading.wait_for_restore()
             tokens = self._compute(scheduled)
-        except WorkerError:
-            raise
         except Exception as error:
+            self.executor.raise_if_fatal(error)
             self._fail([item.request for item in scheduled], error)
         else:
-            self._publish()
-            self._deliver(scheduled, tokens)
-        self._publish()  # events of blocks cached when requests were freed
+            self._append_tokens(scheduled, tokens)
+        if not self.executor.is_async:
+            self._flush()
         return True
 
     def _loop(self) -> None:
         try:
+            self.executor.bind_thread()
+            if self.executor.is_async:
+                sys.setswitchinterval(_SWITCH_INTERVAL_S)
             while not self._closing:
                 self._last_turn_s = time.monotonic()
                 self.executor.check_health()
@@ -213,18 +217,13 @@ class EngineCore:
                     with self._wake:
                         if not self._inbox and not self._closing:
                             self._wake.wait(_HEARTBEAT_S)
-        except Exception:
+        except BaseException:
+            self._healthy = False  # first: from now on /health reports the failure
             logger.critical("engine loop died", exc_info=True)
-            self._healthy = False
+            self.kv_cache.block_pool.uncache_uncomputed()  # neither published nor in a snapshot
             self._end_all("error", "the engine failed")
         else:
             self._end_all("abort", None)
-
-    def _idle(self) -> bool:
-        """Wait for a running restore when no request can run; return whether there was one."""
-        waited = self.kv_cache.offloading.wait_for_restore()
-        self._publish()
-        return waited
 
     def _fail(self, computed: Sequence[Request], error: Exception) -> None:
         """End a failed step's requests (`computed` is empty if scheduling failed) and uncache its blocks."""
@@ -233,10 +232,11 @@ class EngineCore:
         failed = computed or list(scheduler.running) or list(scheduler.waiting)
         logger.error("step failed: step=%d requests=%d", self._steps, len(failed), exc_info=error)
         scheduler.invalidate_blocks(self.kv_cache.block_pool.uncache_uncomputed(), failed)
-        self._publish()
+        self._queue_events()
         what = "the model failed" if computed else "the step could not be scheduled"
         for request in failed:
             self._finish(request, "error", f"{what}: {error}")
+        self._flush()
 
     def _compute(self, scheduled: Sequence[ScheduledRequest]) -> dict[str, ChosenToken]:
         self._steps += 1
@@ -244,21 +244,24 @@ class EngineCore:
         started_s = time.monotonic()
         for item in scheduled:
             item.request.started_s = item.request.started_s or started_s
-        tokens = self.executor.execute_model(scheduled)
+        launched = self.executor.launch(scheduled)
+        self._outbox.send()  # if the executor is asynchronous, the previous step's, while the device computes
+        tokens = launched.result()
         prefills = sum(item.num_tokens for item in scheduled) - decodes
         self._rate.observe(prefills, decodes, time.monotonic() - started_s)
         return tokens
 
     def between_steps(self, action: Callable[[], T]) -> T:
-        """Run `action` between two steps, after pending events are published, or raise EngineClosedError."""
+        """Run `action` between two steps, after events and outputs are sent, or raise EngineClosedError."""
         answer: Future[T] = Future()
 
         def act() -> None:
-            self._publish()
             try:
+                self._flush()
                 answer.set_result(action())
             except Exception as error:
                 answer.set_exception(error)
+                self.executor.raise_if_fatal(error)
 
         with self._wake:
             if self._closing:
@@ -295,9 +298,15 @@ class EngineCore:
         while self._inbox:  # only this thread removes entries
             self._inbox.popleft()()
 
-    def _deliver(self, scheduled: Sequence[ScheduledRequest], tokens: dict[str, ChosenToken]) -> None:
+    def _append_tokens(self, scheduled: Sequence[ScheduledRequest], tokens: dict[str, ChosenToken]) -> None:
+        """Append the sampled tokens, finish requests that are complete, and queue events and outputs."""
+        self._queue_events()  # before any block is freed, because a free block counts as computed
+        while self._outbox.failed:  # callbacks raised during this step
+            self._finish(self._outbox.failed.pop(), "abort")
         for item in scheduled:
             request = item.request
+            if not request.block_tables:  # just aborted
+                continue
             request.num_computed_tokens = item.stop
             if not item.samples:
                 continue
@@ -308,7 +317,9 @@ class EngineCore:
             if reason is not None:
                 self._finish(request, reason, token=token)
             else:
-                self._send_output(request, request.make_output(token))
+                _, on_output = self._requests[request.request_id]
+                self._outbox.add_output(request, on_output, request.make_output(token))
+        self._queue_events()  # events of blocks cached when requests were freed
 
     def _finish_reason(self, request: Request, token: int) -> FinishReason | None:
         sampling = request.core_request.sampling
@@ -326,7 +337,7 @@ class EngineCore:
         error: str | None = None,
         token: ChosenToken | None = None,
     ) -> None:
-        """Remove a request, free its blocks and send its last output. Ignore one that has ended already."""
+        """Remove a request, free its blocks and queue its last output. Ignore one that has ended already."""
         with self._wake:
             current, on_output = self._requests.get(request.request_id, (None, None))
             if current is not request or on_output is None:
@@ -336,31 +347,23 @@ class EngineCore:
         try:
             self.scheduler.remove_request(request)
         finally:
-            try:
-                on_output(request.make_output(token, reason, error))
-            except Exception:
-                logger.warning("output callback failed: request=%s", request.request_id, exc_info=True)
+            self._outbox.add_output(request, on_output, request.make_output(token, reason, error))
 
-    def _send_output(self, request: Request, output: EngineCoreOutput) -> None:
-        _, on_output = self._requests[request.request_id]
-        try:
-            on_output(output)
-        except Exception:
-            logger.warning("output callback failed, aborting: request=%s", request.request_id, exc_info=True)
-            self._finish(request, "abort")
+    def _flush(self) -> None:
+        """Send all events and outputs. Called between steps only, because it may free blocks."""
+        self._queue_events()
+        self._outbox.send()
+        while self._outbox.failed:
+            self._finish(self._outbox.failed.pop(), "abort")
+            self._queue_events()
+            self._outbox.send()
 
-    def _publish(self) -> None:
-        events = self.kv_cache.block_pool.take_events()
-        if not events or self._publish_events is None:
-            return
-        try:
-            self._publish_events(events)
-        except Exception:
-            logger.exception("event publisher failed, cache events lost: events=%d", len(events))
+    def _queue_events(self) -> None:
+        self._outbox.add_events(self.kv_cache.block_pool.take_events())
 
     def _reset_kv_cache(self) -> bool:
         done = self.kv_cache.reset()
-        self._publish()
+        self._flush()
         return done
 
     def _sleep(self) -> bool:
@@ -380,9 +383,11 @@ class EngineCore:
     def _end_all(self, reason: FinishReason, error: str | None) -> None:
         with self._wake:
             self._closing = True
-        self._drain_inbox()
-        for request, _ in list(self._requests.values()):
+            for request, _ in self._requests.values():
+                self._inbox.append(partial(self._finish, request, reason, error))
+        while self._inbox:
             try:
-                self._finish(request, reason, error)
-            except Exception:
-                logger.exception("cannot remove request: request=%s", request.request_id)
+                self._drain_inbox()
+            except Exception:  # blocks of a request cannot be freed on a failed device
+                logger.exception("cannot end a request cleanly, going on with the others")
+        self._outbox.send()

@@ -35,6 +35,13 @@ from model_server.worker.sampler import SamplingRow, argmax_tokens, compute_logp
 from model_server.worker.workers import Start, WorkerProcesses
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step that may still be computed."""
+
+    result: Callable[[], dict[str, ChosenToken]]  # waits for the tokens; returns them by request id
+
+
 class Executor:
     """A model on one or several ranks, loaded by the constructor. Implements `CacheMemory`."""
 
@@ -58,26 +65,37 @@ class Executor:
             if size > 1:
                 self._collective_rpc("join", str(Path(directory) / "ranks"))
             self._cleanup = undo.pop_all()
+        # Whether `launch` returns before the step is computed.
+        self.is_async = self.runner.attention.is_capturable
+        self._failure: str | None = None
         self.vocab_size = self.runner.model.shape.vocab_size  # token ids are below this
         self.eos_token_ids = self.runner.eos_token_ids  # end-of-sequence tokens
         self.max_positions = self.runner.model.shape.max_positions  # the model's maximum context, in tokens
         self.kv_groups = self.runner.kv_groups  # layers that share a block table
         self.block_bytes = self.runner.block_bytes * size  # bytes of one KV block, summed over all ranks
 
-    @torch.inference_mode()
+    def launch(self, scheduled: Sequence[ScheduledRequest]) -> LaunchedStep:
+        """Start one step, which a CPU computes in `result`. Both calls may raise any exception."""
+        return LaunchedStep(self._run(scheduled) if self.is_async else partial(self.execute_model, scheduled))
+
     def execute_model(self, scheduled: Sequence[ScheduledRequest]) -> dict[str, ChosenToken]:
-        """Run one step; return the sampled tokens by request id. A WorkerError means that no step can run."""
+        """Run one step; return the sampled tokens by request id."""
+        return self._run(scheduled)()
+
+    @torch.inference_mode()
+    def _run(self, scheduled: Sequence[ScheduledRequest]) -> Callable[[], dict[str, ChosenToken]]:
         # Decodes first, by context length, so that attention can batch them with little padding.
         ordered = sorted(scheduled, key=lambda item: (item.num_tokens > 1, item.stop))
         unloaded = [self._unloaded.popleft() for _ in range(len(self._unloaded))]
         sampling = [item.request for item in ordered if item.samples]
-        try:
-            step = flatten_step(ordered, self._tables)
-            logits = self._run_on_all_ranks("execute_model", *step, unloaded)
-            tokens = sample_tokens(logits, sampling, self.eos_token_ids)
-        except torch.AcceleratorError as error:  # raised when results are read; later steps would fail, too
-            raise WorkerError(f"the device failed and does not recover: {error}") from error
-        return {request.request_id: token for request, token in zip(sampling, tokens, strict=True)}
+        step = flatten_step(ordered, self._tables)
+        logits = self._run_on_all_ranks("execute_model", *step, unloaded)
+        tokens = self._start_sampling(logits, sampling)
+        return lambda: {one.request_id: token for one, token in zip(sampling, tokens(), strict=True)}
+
+    def _start_sampling(self, logits: Tensor, requests: Sequence[Request]) -> Callable[[], list[ChosenToken]]:
+        """Start sampling each request's next token; return a function that waits for the tokens."""
+        return partial(sample_tokens, logits, requests, self.eos_token_ids)
 
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
         return self._transfer("store", blocks, slots)
@@ -100,16 +118,32 @@ class Executor:
             first, *others = self._collective_rpc("load_adapter", str(directory), lora_id)
             if any(content_hash != first for content_hash in others):
                 raise AdapterError(f"{directory}: the files changed while the ranks read them; load it again")
-        except AdapterError:
+        except Exception as error:
             self._unloaded.append(lora_id)
+            self.raise_if_fatal(error)
             raise
         adapter = LoraRequest(name, lora_id, first, directory)
         weakref.finalize(adapter, self._unloaded.append, lora_id)
         return adapter
 
     def check_health(self) -> None:
-        """Raise a WorkerError if a rank is lost. Called between steps, at least once per second."""
+        """Raise a WorkerError if a rank or device is lost. Called between steps, at least once per second."""
+        if self._failure is not None:
+            raise WorkerError(self._failure)
         self._workers.check_health()
+
+    def raise_if_fatal(self, error: Exception) -> None:
+        """Raise a WorkerError for a lost rank or a device error, other than lack of the device's memory."""
+        if isinstance(error, WorkerError):
+            raise error
+        is_other = not self.is_async or isinstance(error, torch.OutOfMemoryError | AdapterError)
+        is_named = "CUDA" in str(error) or "cuDNN" in str(error)  # by libraries, Triton and other ranks
+        if isinstance(error, torch.AcceleratorError) or (is_named and not is_other):
+            self._failure = f"the device failed and does not recover: {error}"
+            raise WorkerError(self._failure) from error
+
+    def bind_thread(self) -> None:
+        self.runner.bind_thread()
 
     def close(self) -> None:
         """Stop the other ranks. Idempotent."""
@@ -174,6 +208,7 @@ def flatten_step(
     return token_ids, rows, spans, lora_ids if any(lora_ids) else []
 
 
+@torch.inference_mode()
 def sample_tokens(
     logits: Tensor, requests: Sequence[Request], eos_token_ids: frozenset[int]
 ) -> list[ChosenToken]:

@@ -48,6 +48,7 @@ class ModelRunner:
         self._padding = Span(-1, 1, no_blocks(groups))
         self.graphs: DecodeGraphs | None = None
         self._arena: StepArena | None = None
+        self.bind_thread()
         self.allocate(0)
         if self.attention.is_capturable:
             self.model.ops = triton_ops()
@@ -160,8 +161,14 @@ class ModelRunner:
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def bind_thread(self) -> None:
+        """Make the model's GPU current on a thread that loads or runs it; GPU 0 is current otherwise."""
+        if self.model.device.type == "cuda" and self.model.device.index is not None:
+            torch.cuda.set_device(self.model.device)
+
     def load_adapter(self, directory: str, lora_id: int) -> str:
         """Load this rank's share of an adapter; return the adapter's content hash."""
+        self.bind_thread()
         adapter = load_adapter(Path(directory), self.model)
         self._adapters[lora_id] = adapter
         return adapter.content_hash
@@ -199,5 +206,4 @@ def _device(name: str, model_rank: ModelRank) -> torch.device:
     device = torch_device(name)
     if model_rank.size > 1 and device.type == "cuda":
         device = torch_device(f"cuda:{(device.index or 0) + model_rank.rank}")
-        torch.cuda.set_device(device)
     return device

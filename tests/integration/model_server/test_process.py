@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,12 +25,12 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 @contextmanager
 def started(
-    tmp_path: Path, *flags: str, deadline_s: float = DEADLINE_S
+    tmp_path: Path, *flags: str, command: Sequence[str] = COMMAND, deadline_s: float = DEADLINE_S
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """Run a model server until it is ready; yield its process and URL."""
     log = tmp_path / "log"
     with log.open("wb") as stderr:
-        process = subprocess.Popen([*COMMAND, *FREE, *flags], stderr=stderr, env=ENVIRONMENT)
+        process = subprocess.Popen([*command, *FREE, *flags], stderr=stderr, env=ENVIRONMENT)
     try:
         wait_until(lambda: process.poll() is not None or "ready:" in log.read_text(), deadline_s)
         ready = re.search(r"ready: url=(\S+)", log.read_text())

@@ -1,13 +1,16 @@
 """Test kit of the engine: a model that checks the KV it reads, and recording callbacks."""
 
+import threading
 import zlib
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from model_server.config import EngineConfig
 from model_server.engine.core import EngineCore
+from model_server.errors import WorkerError
 from model_server.kv_cache.request import ScheduledRequest
 from model_server.kv_events.events import AllBlocksCleared, BlockRemoved, KVEvent
 from model_server.kv_events.hashing import event_hash
@@ -19,6 +22,7 @@ from model_server.requests import (
     SamplingParams,
 )
 from model_server.shapes.shape import blocks_bound, kv_groups
+from model_server.worker.executor import LaunchedStep
 from tests.support.model_server.invariants import check_engine
 
 VOCAB_SIZE = 50
@@ -29,7 +33,8 @@ class CheckingRunner:
     """Executor without arithmetic: each KV slot stores the token, position and prefix of its computation.
 
     The next token is a checksum of the text read from the slots, so that a wrong, stale or uncomputed block
-    fails at once.
+    fails at once. An asynchronous one computes in `LaunchedStep.result`, too: a device may be that late. So
+    freeing, reusing or changing anything of a launched step fails the test.
     """
 
     vocab_size = VOCAB_SIZE
@@ -47,6 +52,10 @@ class CheckingRunner:
         self._copies = SlowCopies(self._blocks, 0, polls_per_copy)
         self.chunks: list[list[tuple[str, int, int]]] = []
         self.fail_next = False
+        self.fail_launch = False
+        self.is_async = False
+        self.log: list[object] = []  # "launch" and "result"; tests add what is sent
+        self.bound: list[str] = []  # names of the threads that were bound
 
     def allocate(self, host_blocks: int) -> None:
         """Start with an empty host tier."""
@@ -75,8 +84,29 @@ class CheckingRunner:
     def check_health(self) -> None:
         """Do nothing: no rank can be lost."""
 
+    def raise_if_fatal(self, error: Exception) -> None:
+        """Raise a WorkerError again; survive everything else."""
+        if isinstance(error, WorkerError):
+            raise error
+
+    def bind_thread(self) -> None:
+        """Record the calling thread."""
+        self.bound.append(threading.current_thread().name)
+
     def close(self) -> None:
         """Do nothing."""
+
+    def launch(self, chunks: Sequence[ScheduledRequest]) -> LaunchedStep:
+        """Start a step that is computed when its result is asked for."""
+        self.log.append("launch")
+        if self.fail_launch:
+            self.fail_launch = False
+            raise RuntimeError("out of luck")
+        return LaunchedStep(partial(self._result, chunks))
+
+    def _result(self, chunks: Sequence[ScheduledRequest]) -> dict[str, ChosenToken]:
+        self.log.append("result")
+        return self.execute_model(chunks)
 
     def execute_model(self, chunks: Sequence[ScheduledRequest]) -> dict[str, ChosenToken]:
         """Write all slots of the step, then read the context of each request's last token."""
@@ -240,13 +270,17 @@ def next_token(text: Sequence[int]) -> int:
 
 
 def checking_engine(
-    windows: Sequence[int | None] = (None,), polls_per_copy: int = 0, **settings: object
+    windows: Sequence[int | None] = (None,),
+    polls_per_copy: int = 0,
+    is_async: bool = False,
+    **settings: object,
 ) -> tuple[EngineCore, CheckingRunner, EventLog]:
     """Return an engine around a CheckingRunner, with small defaults.
 
     Args:
         windows: Sliding windows of the model's layers in tokens; None for full attention.
         polls_per_copy: Polls until a copy between the tiers completes.
+        is_async: Whether a step's events and outputs are sent during the next step.
         settings: Fields of EngineConfig.
     """
     config = EngineConfig(
@@ -259,12 +293,15 @@ def checking_engine(
         }
     )
     runner, events = CheckingRunner(config.block_tokens, windows, polls_per_copy), EventLog()
+    runner.is_async = is_async
 
     def blocks(num_tokens: int) -> int:
         return blocks_bound(runner.kv_groups, num_tokens, config.max_num_batched_tokens, config.block_tokens)
 
     longest = bisect_right(range(1 << 16), config.gpu_blocks, key=blocks) - 1
-    return EngineCore(config, runner, events.publish, config.max_model_len or longest), runner, events
+    max_model_len = config.max_model_len or longest
+    # Looked up at each call, so that a test can replace it.
+    return EngineCore(config, runner, lambda batch: events.publish(batch), max_model_len), runner, events
 
 
 def request(name: str, prompt: Sequence[int], max_tokens: int = 4, **fields: object) -> EngineCoreRequest:
