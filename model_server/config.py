@@ -24,6 +24,12 @@ EVENTS_GROUP = "KV cache events (ZMQ, as vLLM's)"  # heading in `--help`
 _server_flag = partial(flag, "server")
 _engine_flag = partial(flag, "engine")
 _events_flag = partial(flag, EVENTS_GROUP)
+# Defaults by device. As many blocks as fit are found when the model is loaded.
+_DEVICE_DEFAULTS: dict[str, dict[str, float]] = {
+    "cpu": {"max_num_seqs": 64, "max_num_batched_tokens": 2048},
+    "cuda": {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.9},
+}
+_CPU_BLOCKS = 1024
 _ZERO_OR_MORE = frozenset({"max_loras", "cpu_blocks"})
 _SETTINGS = msgspec.json.Decoder(dict[str, Any])
 
@@ -63,11 +69,19 @@ class EngineConfig:
     )
     max_loras: int = _engine_flag("--max-loras", int, 4, "maximum of loaded LoRA adapters; 0: none")
     block_tokens: int = _engine_flag("--block-size", int, 16, "tokens per KV block")
-    gpu_blocks: int = _engine_flag(
+    gpu_blocks: int | None = _engine_flag(
         "--num-gpu-blocks --gpu-blocks --num-gpu-blocks-override",
         int,
-        1024,
-        "KV blocks of the device pool, also on a CPU",
+        None,
+        "KV blocks of the device pool (default: as many as fit; on a CPU 1024, without the next flag)",
+    )
+    gpu_memory_utilization: float | None = _engine_flag(
+        "--gpu-memory-utilization",
+        float,
+        None,
+        "share of the GPU's memory for weights, steps and KV blocks (default: 0.9); on a CPU, the share of "
+        "the free memory for KV blocks",
+        metavar="SHARE",
     )
     cpu_blocks: int = _engine_flag("--cpu-blocks", int, 0, "KV blocks of the host tier; 0: no host tier")
     cpu_gib: float | None = _engine_flag(
@@ -82,9 +96,14 @@ class EngineConfig:
         True,
         "reuse blocks across requests, and publish events about them (default: on)",
     )
-    max_num_seqs: int = _engine_flag("--max-num-seqs", int, 64, "maximum of running requests")
+    max_num_seqs: int = _engine_flag(
+        "--max-num-seqs", int, None, "maximum of running requests (default: 256 on CUDA, 64 on a CPU)"
+    )
     max_num_batched_tokens: int = _engine_flag(
-        "--max-num-batched-tokens", int, 2048, "token budget of one step"
+        "--max-num-batched-tokens",
+        int,
+        None,
+        "token budget of one step (default: 8192 on CUDA, 2048 on a CPU)",
     )
     max_waiting: int = _engine_flag(
         "--max-num-queued-reqs", int, 1024, "maximum of waiting requests; further requests are rejected"
@@ -109,7 +128,16 @@ class EngineConfig:
     seed: int = _engine_flag("--seed", int, 0, "seed of requests without a seed of their own")
 
     def __post_init__(self) -> None:
-        """Check the settings; raises a ConfigError."""
+        """Set what depends on the device, and check the settings; raises a ConfigError."""
+        for name, value in _DEVICE_DEFAULTS["cuda" if self.on_cuda else "cpu"].items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        if self.gpu_blocks is None and self.gpu_memory_utilization is None:
+            object.__setattr__(self, "gpu_blocks", _CPU_BLOCKS)
+        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}; it must be above 0, at most 1"
+            )
         for setting in fields(self):
             name, value, options = setting.name, getattr(self, setting.name), setting.metadata["options"]
             choices, least = options.get("choices"), int(name not in _ZERO_OR_MORE)
@@ -135,6 +163,11 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) is less than max_num_seqs "
                 f"({self.max_num_seqs}): one step could not decode every running request; raise the former"
             )
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the model runs on a GPU."""
+        return self.device.partition(":")[0] == "cuda"
 
 
 @dataclass(frozen=True, slots=True)

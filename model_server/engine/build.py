@@ -1,6 +1,7 @@
 """Construction of an engine: loads the model, allocates KV memory, and logs its size."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 def build_engine(config: EngineConfig, publish: PublishEvents | None = None) -> EngineCore:
     """Load the model and return an engine, not started; may raise any ModelServerError."""
     executor = Executor(config)
+    config = replace(config, gpu_blocks=executor.num_blocks)
     try:
         return EngineCore(config, executor, publish, _max_model_len(config, executor.max_positions))
     except BaseException:
@@ -28,6 +30,7 @@ def build_engine(config: EngineConfig, publish: PublishEvents | None = None) -> 
 
 def _max_model_len(config: EngineConfig, max_positions: int) -> int:
     if config.max_model_len is None:
+        assert config.gpu_blocks is not None
         return deployment_of(config).longest_context(config.gpu_blocks, max_positions)
     if config.max_model_len > max_positions:
         raise ConfigError(
@@ -51,7 +54,8 @@ def log_pool(engine: EngineCore, config: EngineConfig) -> None:
     deployment = deployment_of(config)
     logger.info("KV pool: %s", deployment.pool_line(blocks, longest))
     if device.type == "cuda":
-        budget = Budget(torch.cuda.get_device_properties(device).total_memory)
+        assert config.gpu_memory_utilization is not None
+        budget = Budget(torch.cuda.get_device_properties(device).total_memory, config.gpu_memory_utilization)
         planned = deployment.pool_line(Pool(deployment, budget).blocks, longest)
         logger.info("kvroute plan, %g of this device's memory: %s", budget.utilization, planned)
 

@@ -33,6 +33,7 @@ from model_server.requests import (
     FinishReason,
     check_request,
 )
+from model_server.shapes.deployment import size_text
 from model_server.worker.executor import Executor
 
 logger = logging.getLogger(__name__)
@@ -370,7 +371,7 @@ class EngineCore:
         if self.is_sleeping or not self._reset_kv_cache():
             return self.is_sleeping
         self.is_sleeping = True
-        self.executor.free()
+        logger.info("asleep: %s given back; the weights stay", size_text(self.executor.free()))
         return True
 
     def _wake_up(self) -> bool:

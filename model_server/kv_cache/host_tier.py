@@ -124,6 +124,9 @@ class BlockCopies(Protocol):
     def fence(self) -> None:
         """Make later steps wait, on the device, for the running restores."""
 
+    def close(self) -> None:
+        """Release the memory. The object cannot be used again."""
+
 
 @dataclass(slots=True, eq=False)
 class Restore:

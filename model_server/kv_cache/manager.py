@@ -324,6 +324,7 @@ class KVCache:
     """Both tiers of the KV cache with their manager; a ConfigError if the longest request does not fit."""
 
     def __init__(self, config: EngineConfig, memory: CacheMemory, max_model_len: int) -> None:
+        assert config.gpu_blocks is not None, "the number of blocks is still to be found"
         self.event_builder = KVEventBuilder(memory.kv_groups, config.block_tokens)
         self.block_pool = BlockPool(config.gpu_blocks, self.event_builder)
         gib = config.cpu_gib

@@ -39,6 +39,9 @@ class CpuCopies:
     def fence(self) -> None:
         """Do nothing: copies are synchronous."""
 
+    def close(self) -> None:
+        """Do nothing: no memory outlives this object."""
+
 
 class CudaCopies:
     """Asynchronous copies on side streams, through pinned host memory and a staging buffer on the device.

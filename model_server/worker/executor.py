@@ -64,6 +64,8 @@ class Executor:
             self._workers.read_results()
             if size > 1:
                 self._collective_rpc("join", str(Path(directory) / "ranks"))
+            # Blocks of the pool: the same on all ranks.
+            self.num_blocks = config.gpu_blocks or min(self._collective_rpc("profile"))
             self._cleanup = undo.pop_all()
         # Whether `launch` returns before the step is computed.
         self.is_async = self.runner.attention.is_capturable
@@ -107,10 +109,11 @@ class Executor:
         self._run_on_all_ranks("fence")
 
     def allocate(self, host_blocks: int) -> None:
-        self._collective_rpc("allocate", host_blocks)
+        self._collective_rpc("allocate", self.num_blocks, host_blocks)
 
-    def free(self) -> None:
-        self._collective_rpc("free")
+    def free(self) -> int:
+        """Release the memory of both tiers; return its bytes on all devices."""
+        return sum(self._collective_rpc("free"))
 
     def load_adapter(self, directory: Path, name: str, lora_id: int) -> LoraRequest:
         """Load an adapter on all ranks, until the result is garbage-collected; may raise an AdapterError."""

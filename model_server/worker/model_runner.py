@@ -14,10 +14,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from model_server.attention import KvLayout, Span, new_attention
+from model_server.attention import Attention, KvLayout, Span, new_attention
 from model_server.config import TINY_MODEL, EngineConfig
 from model_server.errors import ConfigError
-from model_server.kv_cache.host_tier import Transfer
+from model_server.kv_cache.host_tier import BlockCopies, Transfer
 from model_server.model.fused_ops import triton_ops
 from model_server.model.lora import LoraAdapter, LoraBatch
 from model_server.model.ranks import Ranks
@@ -25,7 +25,8 @@ from model_server.model.weights import LoadedModel, load_adapter, load_checkpoin
 from model_server.shapes.shape import ModelRank, pool_groups
 from model_server.worker.block_copies import CompletedTransfer, new_copies
 from model_server.worker.block_tables import BlockTables, SpanNumbers, no_blocks
-from model_server.worker.cuda_graphs import Capture, DecodeGraphs
+from model_server.worker.cuda_graphs import Capture, DecodeGraphs, cuda_capture
+from model_server.worker.memory import cuda_bytes, free_host_bytes, pool_blocks
 from model_server.worker.step_arena import StepArena, arena_bytes
 
 
@@ -36,20 +37,21 @@ class ModelRunner:
         self.model = loaded.model  # the decoder
         self.eos_token_ids = loaded.eos_token_ids  # end-of-sequence tokens
         self.kv_groups = pool_groups(loaded.model.shape.windows)  # layers that share a block table
-        self._layout = KvLayout(self.kv_groups, config.gpu_blocks, config.block_tokens)
-        self._fp8_kv = config.kv_cache_dtype == "fp8"
+        self._config = config
         self._ranks = ranks
         self._transfers: dict[int, Transfer] = {}
         self._adapters: dict[int, LoraAdapter] = {}
-        self._backend = config.attention_backend
-        self._max_num_seqs = config.max_num_seqs
         groups, blocks = len(self.kv_groups), self.model.shape.max_positions // config.block_tokens + 1
         self._tables = BlockTables(groups, config.max_num_seqs, blocks)
         self._padding = Span(-1, 1, no_blocks(groups))
         self.graphs: DecodeGraphs | None = None
         self._arena: StepArena | None = None
+        self._num_blocks = 0
+        self.attention: Attention
+        self.copies: BlockCopies
         self.bind_thread()
-        self.allocate(0)
+        self.allocate(1, 0)
+        self.block_bytes = self.copies.block_bytes  # bytes of this rank's share of a block
         if self.attention.is_capturable:
             self.model.ops = triton_ops()
             size = arena_bytes(
@@ -59,7 +61,6 @@ class ModelRunner:
                 blocks=blocks,
             )
             self._arena = StepArena(size, self.model.device)
-        self.block_bytes = self.copies.block_bytes  # bytes of this rank's share of a block
 
     def join(self, rendezvous: str) -> None:
         self._ranks.join(Path(rendezvous), self.model.device)
@@ -125,7 +126,7 @@ class ModelRunner:
             return self._forward([0] * size, range(size), [self._padding] * size)
 
         with torch.inference_mode():
-            self.graphs = DecodeGraphs(self._max_num_seqs, prepare, capture)
+            self.graphs = DecodeGraphs(self._config.max_num_seqs, prepare, capture)
 
     def _upload(self, numbers: npt.NDArray[Any]) -> Tensor:
         return torch.from_numpy(numbers).to(self.model.device)
@@ -145,21 +146,75 @@ class ModelRunner:
     def fence(self) -> None:
         self.copies.fence()
 
-    def allocate(self, host_blocks: int) -> None:
-        """Allocate the pool, if it is released, and `host_blocks` host slots; all are empty."""
-        model = self.model
-        if not hasattr(self, "attention"):
-            self.attention = new_attention(
-                model.shape, self._layout, model.dtype, model.device, fp8=self._fp8_kv, backend=self._backend
-            )
-        self.copies = new_copies(self.attention.block_tensors(), host_blocks)
+    def profile(self) -> int:
+        """Return how many blocks this rank's device has memory for; raises a ConfigError if none fits."""
+        device, utilization = self.model.device, self._config.gpu_memory_utilization
+        assert utilization is not None, "the number of blocks is given"
+        taken = 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self._run_largest_step()
+            torch.cuda.synchronize(device)
+            total, taken = cuda_bytes(device)
+            # The sampler's counts, and its probabilities beside the logits: float32, sorted and not.
+            taken += 18 * self._config.max_num_seqs * self.model.shape.vocab_size
+        else:
+            total = free_host_bytes() // self._ranks.model_rank.size
+        return pool_blocks(
+            usable_bytes=int(total * utilization), taken_bytes=taken, block_bytes=self.block_bytes
+        )
 
-    def free(self) -> None:
-        """Release the memory of both tiers. No step can run until `allocate`."""
-        del self.attention, self.copies
+    def allocate(self, num_blocks: int, host_blocks: int) -> None:
+        """Allocate a pool and `host_blocks` host slots, all empty, and prepare the device for the first step.
+
+        Raises:
+            ConfigError: The memory does not suffice.
+        """
+        model, config = self.model, self._config
+        try:
+            if not hasattr(self, "attention") or self._num_blocks != num_blocks:
+                self._num_blocks = num_blocks
+                self.attention = new_attention(
+                    model.shape,
+                    KvLayout(self.kv_groups, num_blocks, config.block_tokens),
+                    model.dtype,
+                    model.device,
+                    fp8=config.kv_cache_dtype == "fp8",
+                    backend=config.attention_backend,
+                )
+            self.copies = new_copies(self.attention.block_tensors(), host_blocks)
+            if self._arena is not None and model.device.type == "cuda":
+                self._run_largest_step()
+                if not config.enforce_eager:
+                    self.capture_graphs(cuda_capture())
+        except (RuntimeError, MemoryError) as error:
+            raise ConfigError(
+                f"{model.device} cannot allocate {num_blocks} blocks, and {host_blocks} on the host: {error}"
+            ) from error
+
+    def free(self) -> int:
+        """Release both tiers and graphs; return their bytes. No step can run until `allocate`."""
+        device = self.model.device
+        before = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+        freed = sum(tensor.nbytes for tensor in self.attention.block_tensors())
         self.graphs = None
-        if self.model.device.type == "cuda":
+        self.copies.close()
+        del self.attention, self.copies
+        if device.type == "cuda":
             torch.cuda.empty_cache()
+            freed = torch.cuda.mem_get_info(device)[0] - before
+        return freed
+
+    @torch.inference_mode()
+    def _run_largest_step(self) -> None:
+        """Run prefills of as many tokens and sequences as a step may have, without a context."""
+        tokens, most = self._config.max_num_batched_tokens, self._config.max_num_seqs
+        longest = min(tokens, self.model.shape.max_positions)
+        lengths = [longest] * (tokens // longest)
+        tables = np.zeros((len(self.kv_groups), longest // self._config.block_tokens + 1), np.int32)
+        spans = [Span(0, length, tables) for length in lengths]
+        rows = np.linspace(0, sum(lengths) - 1, most).astype(np.int32)
+        self._forward([0] * sum(lengths), rows.tolist(), spans)()
 
     def bind_thread(self) -> None:
         """Make the model's GPU current on a thread that loads or runs it; GPU 0 is current otherwise."""
@@ -180,7 +235,7 @@ class ModelRunner:
 
 
 def load_runner(config: EngineConfig, ranks: Ranks) -> ModelRunner:
-    """Load one rank's share of a model and allocate its KV pool; may raise a ModelError or ConfigError."""
+    """Load one rank's share of a model; may raise a ModelError or ConfigError."""
     size = ranks.model_rank.size
     if config.torch_threads is not None:
         torch.set_num_threads(config.torch_threads)
@@ -193,12 +248,7 @@ def load_runner(config: EngineConfig, ranks: Ranks) -> ModelRunner:
     else:
         loaded = load_checkpoint(Path(config.model), config.dtype, device, ranks)
     loaded.model.pack()
-    try:
-        return ModelRunner(loaded, config, ranks)
-    except (RuntimeError, MemoryError) as error:
-        raise ConfigError(
-            f"gpu_blocks is {config.gpu_blocks}, but {device} cannot allocate them: {error}"
-        ) from error
+    return ModelRunner(loaded, config, ranks)
 
 
 def _device(name: str, model_rank: ModelRank) -> torch.device:

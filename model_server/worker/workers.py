@@ -202,7 +202,17 @@ logger = logging.getLogger(__name__)
 
 _EXIT_FAILED = 1
 _NOTICE_MS = 1000
-_METHODS = {"join", "execute_model", "store", "restore", "wait_transfer", "fence", "allocate", "free"}
+_METHODS = {
+    "join",
+    "execute_model",
+    "store",
+    "restore",
+    "wait_transfer",
+    "fence",
+    "profile",
+    "allocate",
+    "free",
+}
 # Run on a thread of their own, so that other requests' steps do not wait.
 _BACKGROUND_METHODS = {"load_adapter"}
 

@@ -73,9 +73,10 @@ class CheckingRunner:
         """Complete the restores."""
         self._copies.fence()
 
-    def free(self) -> None:
+    def free(self) -> int:
         """Drop all KV slots."""
         self._blocks.clear()
+        return 0
 
     def load_adapter(self, directory: Path, name: str, lora_id: int) -> LoraRequest:
         """Return an adapter without weights."""
