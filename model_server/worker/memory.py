@@ -9,7 +9,7 @@ import torch
 from model_server.errors import ConfigError
 from model_server.shapes.deployment import size_text
 
-_CGROUP = Path("/sys/fs/cgroup")
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def pool_blocks(*, usable_bytes: int, taken_bytes: int, block_bytes: int) -> int:
@@ -42,6 +42,6 @@ def free_host_bytes() -> int:
     """Return the free memory of this machine, within the limit of its control group."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError):  # no Linux, no control group, or one without a limit ("max")
-        limit = int((_CGROUP / "memory.max").read_text())
-        free = min(free, limit - int((_CGROUP / "memory.current").read_text()))
+        limit = int((CGROUP / "memory.max").read_text())
+        free = min(free, limit - int((CGROUP / "memory.current").read_text()))
     return max(0, free)
