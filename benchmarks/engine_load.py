@@ -29,6 +29,7 @@ BLOCK_TOKENS = 16
 OUTPUT_TOKENS = 1024  # longest answer
 _GROWTH_TOKENS = 256  # room for the answers of a whole batch, whose rest is aborted
 _CHUNK_TOKENS = 8192
+_WARM_STEPS, _STEPS = 3, 8
 _REQUEST_IDS = itertools.count()
 _CUDA_MODEL = "llama-3.1-8b"
 _TINY = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -135,6 +136,10 @@ class Load:
         if self._error is not None:
             raise RuntimeError(f"a request failed: {self._error}")
         return taken_s / steps
+
+    def warm_up(self) -> int:
+        """Run a few steps; return the number of steps that take about a second, at most 8."""
+        return max(1, min(_STEPS, int(1 / self.run(_WARM_STEPS))))
 
     def host_s(self, steps: int) -> float:
         """Run some steps; return the seconds of each in which the device does not compute.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -129,7 +130,7 @@ def _attention_s(target: Target, parts: list[tuple[int, int]], *, fp8: bool) -> 
                 attention.attend(query, layer, meta)
 
         attend()  # compiles
-        return min(busy_s(attend, target.device) for _ in range(_rounds(target))) / layers
+        return statistics.median(busy_s(attend, target.device) for _ in range(_rounds(target))) / layers
 
 
 def decode(target: Target) -> Iterator[Figure]:

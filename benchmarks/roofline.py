@@ -24,7 +24,6 @@ from model_server.shapes.shape import DecoderShape
 from planning.plan import decode_step, prefill_s
 
 BATCHES = (1, 32, 128)
-_STEPS = 8  # of one round
 _STORE_BATCH = 32
 
 
@@ -76,10 +75,10 @@ def decode(
         load.fill(max(batches), context_tokens)
         for batch in sorted(batches, reverse=True):
             load.keep(batch)
-            load.run(_STEPS)  # warms up
+            steps = load.warm_up()
             plan = decode_step(deployment, target.roof, batch, load.context_tokens)
-            step_s = statistics.median(load.run(_STEPS) for _ in range(rounds))
-            host_s = load.host_s(_STEPS)
+            step_s = statistics.median(load.run(steps) for _ in range(rounds))
+            host_s = load.host_s(steps)
             name = f"{label}decode_b{batch}{'_fp8' if fp8 else ''}"
             setting: dict[str, object] = {"context_tokens": load.context_tokens, "bound": plan.bound}
             yield Figure(f"{name}_step_ms", "ms", round(1e3 * step_s, 3), setting)
@@ -139,8 +138,9 @@ def store(target: Target, rounds: int, batch: int = _STORE_BATCH) -> Iterator[Fi
     with target.engine(config) as engine:
         load = Load(engine, target.device)
         load.fill(batch, context_tokens)
+        before_steps = load.warm_up()
         for _ in range(rounds + 1):
-            before_s, steps = load.run(_STEPS), 0
+            before_s, steps = load.run(before_steps), 0
             started_s = time.perf_counter()
             # The host tier is empty, and a store only reads: any blocks and slots will do.
             transfer = engine.executor.store(list(range(blocks)), list(range(blocks)))
