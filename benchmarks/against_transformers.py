@@ -10,12 +10,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from benchmarks.report import SHAPE, Figure
 from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
 from model_server.engine.core import EngineCore
@@ -27,33 +27,6 @@ CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time
 _PROMPT_TOKENS = 256
 # Decode steps of one round by batch size; about a second in total for each engine.
 _STEPS = {1: 24, 8: 12, 32: 6}
-SHAPE = {
-    "vocab_size": 10_000,
-    "hidden_size": 768,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 1024,
-    "tie_word_embeddings": False,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One measured number.
-
-    Attributes:
-        name: Name of the figure.
-        unit: Unit of the value; "x" is a ratio.
-        value: Median over rounds.
-        setting: Parameters of the measurement.
-    """
-
-    name: str
-    unit: str
-    value: float
-    setting: dict[str, object] = field(default_factory=dict)
 
 
 def measure(rounds: int, clock: Callable[[], float]) -> Iterator[Figure]:

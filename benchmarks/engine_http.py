@@ -20,9 +20,9 @@ from typing import Protocol
 
 import uvloop
 
-from benchmarks.against_transformers import Figure
 from benchmarks.bare_stream import BareStream
 from benchmarks.bare_wakeup import BareWakeup
+from benchmarks.report import Figure
 from model_server.config import TINY_MODEL, EngineConfig
 from model_server.engine.build import build_engine
 from model_server.kv_cache.request import ScheduledRequest
@@ -38,7 +38,7 @@ _FIRST_TOKEN_ID = 300
 _READY_S = 60.0
 
 
-class _Serving(Protocol):
+class Serving(Protocol):
     """Interface of the measured servers."""
 
     async def serve(self, listener: object, on_ready: Callable[[], None], /) -> None:
@@ -62,9 +62,9 @@ def measure(rounds: int, _: Callable[[], float]) -> Iterator[Figure]:
     server = Server(options, engine, None, load_tokenizer(TINY_MODEL))
     try:
         with (
-            _serving(lambda _: server) as real,
-            _serving(lambda loop: BareStream(loop, _STEP_S)) as bare,
-            _serving(lambda loop: BareWakeup(loop, _STEP_S)) as wakeup,
+            serving(lambda _: server) as real,
+            serving(lambda loop: BareStream(loop, _STEP_S)) as bare,
+            serving(lambda loop: BareWakeup(loop, _STEP_S)) as wakeup,
         ):
             sides = {
                 "http_token_cpu_us": real,
@@ -86,8 +86,8 @@ def measure(rounds: int, _: Callable[[], float]) -> Iterator[Figure]:
 
 
 @contextmanager
-def _serving(
-    new: Callable[[asyncio.AbstractEventLoop], _Serving],
+def serving(
+    new: Callable[[asyncio.AbstractEventLoop], Serving],
 ) -> Iterator[tuple[int, asyncio.AbstractEventLoop]]:
     """Serve on a thread; yield the port and the loop."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, reserve("127.0.0.1", 0) as listener:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks.against_transformers import Figure
+from benchmarks.report import Figure
 from model_server.requests import SamplingParams
 from model_server.worker.sampler import SamplingRow, sample
 

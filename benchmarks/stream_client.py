@@ -23,8 +23,9 @@ def main() -> int:
 def _read_stream(port: int, tokens: int) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", port)
     body = {"messages": [{"role": "user", "content": "go"}], "max_tokens": tokens, "stream": True}
+    options = {"ignore_eos": True, "temperature": 0}
     headers = {"content-type": "application/json"}
-    connection.request("POST", "/v1/chat/completions", json.dumps({**body, "ignore_eos": True}), headers)
+    connection.request("POST", "/v1/chat/completions", json.dumps({**body, **options}), headers)
     answer = connection.getresponse().read()
     connection.close()
     assert answer.endswith(b"data: [DONE]\n\n"), answer[-200:]

@@ -2,8 +2,8 @@
 #
 #   docker build -f docker/model-server.Dockerfile -t kvroute/model-server .
 #
-# TORCH_INDEX_URL chooses torch's build: the default is for processors alone; https://download.pytorch.org/whl/cu130
-# and the like are for NVIDIA's GPUs, empty is the package index's own (on x86-64 with CUDA libraries: an image of 6 GB).
+# TORCH_INDEX_URL chooses torch's build: the default is for processors alone; empty is the package index's own, on x86-64
+# for NVIDIA's GPUs (an image of 6 GB, with a C compiler for Triton): `make images CUDA=1`.
 # `--target without-torch` ends before torch: it is found at /opt/torch, where one may be mounted.
 # Plain Dockerfile syntax: builds with BuildKit and without it; offline from docker/wheelhouse (`make wheelhouse`).
 ARG BASE_IMAGE=python:3.11-slim-bookworm
@@ -38,8 +38,8 @@ LABEL org.opencontainers.image.title="kvroute model server" org.opencontainers.i
 RUN groupadd --gid 10001 kvroute && useradd --uid 10001 --gid 10001 --create-home --shell /usr/sbin/nologin kvroute
 COPY --from=packages /opt/venv /opt/venv
 COPY --from=kvroute /opt/kvroute /opt/kvroute
-# Attention's kernel is compiled for the processor that it runs on, once for a temporary directory.
-ENV PATH=/opt/kvroute/lib/bin:/opt/venv/bin:$PATH NUMBA_CACHE_DIR=/tmp/cache \
+# Attention's kernels are compiled for the processor or GPU that they run on, once for a temporary directory.
+ENV PATH=/opt/kvroute/lib/bin:/opt/venv/bin:$PATH NUMBA_CACHE_DIR=/tmp/cache TRITON_CACHE_DIR=/tmp/triton \
     PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 USER 10001:10001
 WORKDIR /home/kvroute
@@ -56,3 +56,7 @@ RUN ./install-torch /opt/venv /opt/torch \
 
 FROM without-torch AS model-server
 COPY --from=torch /opt/torch /opt/torch
+COPY docker/install-compiler /opt/
+USER root
+RUN /opt/install-compiler /opt/torch
+USER 10001:10001

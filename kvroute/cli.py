@@ -48,7 +48,7 @@ _BENCHMARKS = {
     "queues": "time to first token with each queue pricing, in simulated time",
     "replicas": "gain and cost of sharing in-flight requests among routers",
     "startup": "start of the router until it is ready",
-    "engine": "the model server's engine compared with transformers",
+    "engine": "the model server's engine compared with transformers and with the device's peak speeds",
     "macs": "multiply-accumulates of a generation with and without a KV cache",
 }
 _ROOT = Path(__file__).parents[1]
