@@ -122,7 +122,10 @@ def test_an_action_between_steps_sees_everything_sent() -> None:
     assert runner.log[-1] == "c abort"
 
 
-def test_a_callback_that_raises_ends_its_request_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("max_tokens", [2, 9])
+def test_a_callback_that_raises_ends_its_request_and_no_other(
+    max_tokens: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """The token that is computed while a callback raises is dropped: the next output is the abort."""
     engine, runner, events = checking_engine(is_async=True, cpu_blocks=8)
     outputs, calls = Outputs(), []
@@ -132,7 +135,7 @@ def test_a_callback_that_raises_ends_its_request_and_no_other(caplog: pytest.Log
         raise ValueError("no one is listening")
 
     with caplog.at_level(logging.CRITICAL):
-        engine.add_request(request("bad", range(1, 8), max_tokens=2), broken)
+        engine.add_request(request("bad", range(1, 8), max_tokens), broken)
         engine.add_request(request("good", [4], max_tokens=9), outputs)
         engine.step()
         engine.step()
