@@ -65,8 +65,8 @@ def test_shares_out_of_range_are_rejected(share: float) -> None:
 
 def test_a_pool_that_does_not_fit_is_a_clear_error() -> None:
     """The error of a pool that is too large names its blocks."""
-    with pytest.raises(ConfigError, match=r"cannot allocate 10{9} blocks"):
-        build_engine(EngineConfig(gpu_blocks=10**9))
+    with pytest.raises(ConfigError, match=r"cannot allocate 10{15} blocks"):
+        build_engine(EngineConfig(gpu_blocks=10**15))
 
 
 def test_sleep_tells_what_it_gives_back(caplog: pytest.LogCaptureFixture) -> None:
