@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 Clock = dict[str, int]  # per stream, how many of its operations are known to have ended
 
@@ -65,7 +65,7 @@ class FakeEvent:
         self._owner.host.wait_event(self)
 
 
-class FakeStreams(TorchDispatchMode):
+class FakeStreams(TorchFunctionMode):
     """Module of streams and events. As a context, it records operations and raises on a race."""
 
     def __init__(self) -> None:
@@ -106,17 +106,18 @@ class FakeStreams(TorchDispatchMode):
         for stream in (self.model, *self.sides):
             self.host.wait_stream(stream)
 
-    def __torch_dispatch__(
+    def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = func.overloadpacket.__name__
+        name = func.__name__
         if name == "empty":
-            self.allocations.append(tuple(args[0]))
+            self.allocations.append(tuple(torch.Size(args[0] if isinstance(args[0], tuple) else args)))
         elif name == "copy_":
-            asynchronous = kwargs.get("non_blocking", len(args) > 2 and args[2])
-            stream = self.current if asynchronous else self.host
+            stream = self.current if kwargs.get("non_blocking") else self.host
             self._record(name, stream, [_addresses(args[1])], _addresses(args[0]))
+        elif name == "__setitem__":
+            self._record(name, self.host, [_addresses(args[2])], _addresses(args[0][args[1]]))
         elif name == "index_select":
             pool, _, rows = args
             self._record(
