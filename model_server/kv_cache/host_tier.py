@@ -79,12 +79,10 @@ class HostTier:
             self.add_event(self.event_builder.stored(run, MEDIUM_CPU))
 
     def unpin(self, block: HostBlock) -> None:
+        """Drop one pin. The last pin of a block whose store failed frees its slot."""
         assert block.pin_count > 0, "unpinned more often than pinned"
         block.pin_count -= 1
-
-    def discard(self, block: HostBlock) -> None:
-        """Free the slot of a block whose store failed."""
-        if self.blocks.get(block.content.key) is block:
+        if not block.ready and not block.pin_count:
             del self.blocks[block.content.key]
             self._free_slots.append(block.slot)
 
@@ -236,7 +234,7 @@ class OffloadingManager:
             transfer = self.copies.store(block_ids, [target.slot for target in targets])
         except Exception:
             for target in targets:
-                self.host_tier.discard(target)
+                self.host_tier.unpin(target)
             raise
         self._stores.append((transfer, targets))
         self.swapped_out_blocks += len(targets)

@@ -86,8 +86,10 @@ class CudaCopies:
         self._restore_buffer = buffers[2]
         # Each buffer of stores with the event after which it may be overwritten; the next one to use first.
         self._store_buffers = deque((buffer, self._streams.Event()) for buffer in buffers[:2])
-        self._store_numbers = _BlockNumbers(self._rows, device, self._streams)
-        self._restore_numbers = _BlockNumbers(self._rows, device, self._streams)
+        # A restore of the whole host tier still finds a free row for each chunk.
+        ring = 64 + 2 * (host_blocks // max(1, self._rows))
+        self._store_numbers = _BlockNumbers(self._rows, device, self._streams, ring)
+        self._restore_numbers = _BlockNumbers(self._rows, device, self._streams, ring)
         self._stores = self._streams.Stream(device)
         self._restores = self._streams.Stream(device)
 
@@ -171,10 +173,10 @@ class _CudaTransfer:
 class _BlockNumbers:
     """Uploads of block numbers from a ring of pinned rows, all on the same stream.
 
-    Only the uploads of 64 chunks (4 GiB) that have not started yet make the caller wait.
+    The caller waits only if the uploads of `ring` chunks have not started yet.
     """
 
-    def __init__(self, rows: int, device: torch.device, streams: Any, ring: int = 64) -> None:
+    def __init__(self, rows: int, device: torch.device, streams: Any, ring: int) -> None:
         self._pinned = torch.empty((ring, rows), dtype=torch.int64, pin_memory=device.type == "cuda")
         self._device = torch.empty(rows, dtype=torch.int64, device=device)
         # Each pinned row with the event after which it may be overwritten; the next one to use first.

@@ -108,6 +108,7 @@ class ModelRunner:
 
     def free(self) -> None:
         """Release the memory of both tiers. No step can run until `allocate`."""
+        self.copies.close()
         del self.attention, self.copies
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()

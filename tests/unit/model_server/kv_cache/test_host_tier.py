@@ -234,12 +234,16 @@ def test_eviction_is_lru_and_skips_pinned_blocks() -> None:
 
 
 def test_a_failed_copy_leaves_its_slot_free() -> None:
-    """A failed store frees its slot; its block is neither found nor announced."""
+    """A failed store frees its slot with the last pin; its block is neither found nor announced."""
     tier, events = new_tier(1)
     first, second = contents(2)
     block = tier.reserve(first)
     assert block is not None
-    tier.discard(block)
+    block.pin_count += 1  # for a swapped-out request
+    tier.unpin(block)
+    check_host(tier, [block])
+    assert (tier.get(first.key), tier.reserve(second)) == (None, None)
+    tier.unpin(block)
     check_host(tier)
     assert (tier.num_used, tier.touch(first.key), events) == (0, None, [])
     assert tier.reserve(second) is not None

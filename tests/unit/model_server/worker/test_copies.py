@@ -136,6 +136,17 @@ def test_more_chunks_than_pinned_rows_of_numbers_do_not_race() -> None:
     assert len(uploaded) == 150
 
 
+def test_a_restore_of_the_whole_host_tier_never_blocks_the_caller() -> None:
+    """However many chunks a restore has, queueing it waits for nothing, so other requests' steps go on."""
+    streams, blocks = FakeStreams(), 300
+    copies = CudaCopies(
+        [torch.zeros((1, blocks, 1), dtype=torch.int32)], blocks, chunk_bytes=4, streams=streams
+    )
+    with streams:
+        copies.restore(list(range(blocks)), list(range(blocks)))
+    assert not any(streams.host.clock[stream.name] for stream in streams.sides)
+
+
 @pytest.mark.parametrize(
     ("slab_bytes", "slabs"), [(128, [4, 4, 2, 1]), (256, [8, 2, 1]), (16, [1] * 11), (1024, [8, 2, 1])]
 )
