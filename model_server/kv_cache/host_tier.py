@@ -12,6 +12,9 @@ from typing import Protocol
 from model_server.kv_cache.block_pool import BlockPool, KVCacheBlock
 from model_server.kv_events.events import MEDIUM_CPU, BlockContent, CacheKey, KVEvent, KVEventBuilder, runs
 
+TRANSFER_BYTES = 64 * 2**20  # most bytes of one store, and of one chunk of a copy on a device
+_RUNNING_STORES_MAX = 2  # as many as a device has buffers for
+
 
 @dataclass(slots=True, eq=False, repr=False)
 class HostBlock:
@@ -76,12 +79,10 @@ class HostTier:
             self.add_event(self.event_builder.stored(run, MEDIUM_CPU))
 
     def unpin(self, block: HostBlock) -> None:
+        """Drop one pin. The last pin of a block whose store failed frees its slot."""
         assert block.pin_count > 0, "unpinned more often than pinned"
         block.pin_count -= 1
-
-    def discard(self, block: HostBlock) -> None:
-        """Free the slot of a block whose store failed."""
-        if self.blocks.get(block.content.key) is block:
+        if not block.ready and not block.pin_count:
             del self.blocks[block.content.key]
             self._free_slots.append(block.slot)
 
@@ -148,8 +149,8 @@ class OffloadingManager:
     restores: int = 0  # times that a request waited for a restore
 
     def __post_init__(self) -> None:
-        # Queued until `start_transfers`: (device block id, host block) to store, and restores.
-        self._queued_stores: list[tuple[int, HostBlock]] = []
+        # Queued until `start_transfers`: (device block, host block) to store, and restores.
+        self._queued_stores: list[tuple[KVCacheBlock, HostBlock]] = []
         self._queued_restores: list[Restore] = []
         self._stores: deque[tuple[Transfer, list[HostBlock]]] = deque()
         self._restores: deque[tuple[Transfer, list[Restore]]] = deque()
@@ -162,59 +163,99 @@ class OffloadingManager:
             return None
         stored = self.host_tier.touch(content.key)
         if stored is None and (stored := self.host_tier.reserve(content)) is not None:
-            self._queued_stores.append((block.block_id, stored))
+            self._queued_stores.append((block, stored))
         return stored
 
     def restore(self, pairs: list[tuple[HostBlock, KVCacheBlock]]) -> Restore:
         """Queue copies to the device. The caller has pinned the host blocks; completion unpins them."""
         restore = Restore(pairs)
         self._queued_restores.append(restore)
-        self.restores += 1
         return restore
 
-    def start_transfers(self) -> None:
-        """Start all queued copies: stores first, because they read blocks that will be overwritten."""
-        stores, self._queued_stores = self._queued_stores, []
+    def abandon(self, restore: Restore) -> None:
+        """Give up a restore before its targets are freed, so that it never overwrites a later owner's KV."""
+        if restore in self._queued_restores:
+            self._queued_restores.remove(restore)
+            self._unpin_sources([restore])
+        else:
+            self.copies.fence()
+
+    def start_transfers(self, *, all_stores: bool = False) -> None:
+        """Start queued copies: stores first, because they read blocks that the next step may overwrite.
+
+        Stores of evicted blocks start now. The other blocks keep their content, so their stores start only
+        while fewer than two stores are running. Otherwise the next step would wait for host memory.
+
+        Raises:
+            Exception: A copy could not be started. Its store or restores are dropped, with no block left
+                pinned; the copies behind it stay queued.
+        """
+        queued = self._queued_stores
+        queued.sort(key=lambda store: store[0].content is store[1].content)  # stable; evicted blocks first
+        urgent = sum(all_stores or block.content is not stored.content for block, stored in queued)
+        most = max(1, TRANSFER_BYTES // self.copies.block_bytes)
+        while queued and (urgent > 0 or len(self._stores) < _RUNNING_STORES_MAX):
+            batch = queued[:most]
+            del queued[:most]
+            urgent -= len(batch)
+            self._start_store([block.block_id for block, _ in batch], [stored for _, stored in batch])
         restores, self._queued_restores = self._queued_restores, []
-        targets = [host_block for _, host_block in stores]
-        pairs = [pair for restore in restores for pair in restore.pairs]
-        try:
-            if targets:
-                blocks, slots = [block_id for block_id, _ in stores], [target.slot for target in targets]
-                self._stores.append((self.copies.store(blocks, slots), targets))
-                self.swapped_out_blocks += len(targets)
-            targets = []
-            if pairs:
-                slots, blocks = [source.slot for source, _ in pairs], [target.block_id for _, target in pairs]
-                self._restores.append((self.copies.restore(slots, blocks), restores))
-                self.swapped_in_blocks += len(pairs)
-        except Exception:
-            for target in targets:
-                self.host_tier.discard(target)
-            for source, _ in pairs:
-                self.host_tier.unpin(source)
-            raise
+        if restores:
+            self._start_restores(restores)
 
     def poll_transfers(self) -> None:
         """Complete the transfers whose copies are done, in the order of their start."""
         while self._stores and self._stores[0][0].done():
             self.host_tier.complete_store(self._stores.popleft()[1])
         while self._restores and self._restores[0][0].done():
-            for restore in self._restores.popleft()[1]:
+            restores = self._restores.popleft()[1]
+            for restore in restores:
                 restore.done = True
-                for source, _ in restore.pairs:
-                    self.host_tier.unpin(source)
+            self._unpin_sources(restores)
 
     def wait_for_restore(self) -> bool:
-        """Wait for the oldest running restore; return whether there was one."""
-        if not self._restores:
+        """Wait for the oldest running restore, else for a store if others are queued behind it.
+
+        Returns:
+            Whether there was one; then the engine has something to do although no request can run.
+        """
+        running = self._restores or (self._stores if self._queued_stores else None)
+        if not running:
             return False
-        self._restores[0][0].wait()
+        running[0][0].wait()
         return True
 
     def wait_for_all(self, *, stores_only: bool = False) -> None:
         """Start queued copies and block until all of them, or all stores, have completed."""
-        self.start_transfers()
+        self.start_transfers(all_stores=True)
         for transfer, _ in (*self._stores, *(() if stores_only else self._restores)):
             transfer.wait()
         self.poll_transfers()
+
+    def _start_store(self, block_ids: list[int], targets: list[HostBlock]) -> None:
+        try:
+            transfer = self.copies.store(block_ids, [target.slot for target in targets])
+        except Exception:
+            for target in targets:
+                self.host_tier.unpin(target)
+            raise
+        self._stores.append((transfer, targets))
+        self.swapped_out_blocks += len(targets)
+
+    def _start_restores(self, restores: list[Restore]) -> None:
+        pairs = [pair for restore in restores for pair in restore.pairs]
+        slots, blocks = [source.slot for source, _ in pairs], [target.block_id for _, target in pairs]
+        try:
+            transfer = self.copies.restore(slots, blocks)
+        except Exception:
+            self._unpin_sources(restores)
+            self.copies.fence()  # a part of the copies may be running
+            raise
+        self._restores.append((transfer, restores))
+        self.swapped_in_blocks += len(pairs)
+        self.restores += len(restores)
+
+    def _unpin_sources(self, restores: list[Restore]) -> None:
+        for restore in restores:
+            for source, _ in restore.pairs:
+                self.host_tier.unpin(source)

@@ -186,8 +186,7 @@ class KVCacheManager:
     def free(self, request: Request) -> None:
         """Free all blocks of a request. Cached ones stay in the prefix cache until they are reused."""
         if request.restore is not None:
-            # Later steps must not overwrite the targets before the restore has ended.
-            self.offloading.copies.fence()
+            self.offloading.abandon(request.restore)
             request.restore = None
         else:
             self._cache_tail(request)
