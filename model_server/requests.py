@@ -39,12 +39,15 @@ class SamplingParams:
     logprobs: int | None = None
 
     @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or bool(self.frequency_penalty or self.presence_penalty)
+
+    @property
     def is_greedy(self) -> bool:
         """True if argmax suffices: temperature 0, no change of logits, no log probabilities."""
         return (
             self.temperature < GREEDY_BELOW
-            and self.repetition_penalty == 1.0
-            and not (self.frequency_penalty or self.presence_penalty or self.logit_bias or self.min_tokens)
+            and not (self.has_penalties or self.logit_bias or self.min_tokens)
             and self.allowed_token_ids is None
             and self.logprobs is None
         )

@@ -14,6 +14,7 @@ from model_server.worker.draw import CHUNK, draw, exponentiate
 from model_server.worker.sampler import (
     SamplingRow,
     filter_candidates,
+    filter_columns,
     filter_probabilities,
     sample,
     uniform_draw,
@@ -68,9 +69,9 @@ wishes = st.builds(
 def test_filters_match_their_definition(rows: list[SamplingParams], seed: int, temperature: float) -> None:
     """The filters keep the tokens of their definition for all parameters and any number of ties."""
     probabilities = torch.stack([distribution(seed + row, temperature, 4) for row in range(len(rows))])
-    masks = [(filter_probabilities(probabilities, rows), [True] * len(rows))]
+    masks = [(filter_probabilities(probabilities, filter_columns(rows)), [True] * len(rows))]
     for candidates in (2, 256, VOCAB_SIZE - 1):
-        token_ids, left, sure = filter_candidates(probabilities, rows, candidates)
+        token_ids, left, sure = filter_candidates(probabilities, filter_columns(rows), candidates)
         assert torch.equal(token_ids, token_ids.sort(dim=-1).values)
         masks.append((torch.zeros_like(probabilities).scatter_(1, token_ids, left), sure.tolist()))
     for row, params in enumerate(rows):
@@ -83,10 +84,11 @@ def test_filters_match_their_definition(rows: list[SamplingParams], seed: int, t
 def test_candidates_suffice_for_peaked_distributions() -> None:
     """The candidates suffice for a peaked distribution; a flat one needs the full sort."""
     params = [SamplingParams(max_tokens=1, top_p=0.95), SamplingParams(max_tokens=1, top_k=40)]
+    filters = filter_columns(params)
     sharp = (4 * torch.randn(2, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))).softmax(-1)
-    assert filter_candidates(sharp, params, 256)[2].tolist() == [True, True]
+    assert filter_candidates(sharp, filters, 256)[2].tolist() == [True, True]
     flat = torch.full((2, VOCAB_SIZE), 1 / VOCAB_SIZE)
-    assert filter_candidates(flat, params, 256)[2].tolist() == [False, False]
+    assert filter_candidates(flat, filters, 256)[2].tolist() == [False, False]
 
 
 @settings(deadline=None, max_examples=examples(40))
@@ -116,7 +118,7 @@ def test_draw_inverts_the_cumulative_probability(seed: int, position: int, top_k
     logits = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
     params = SamplingParams(max_tokens=1, top_k=top_k)
     token = sample(logits.clone(), [SamplingRow(params, seed, position)])[0]
-    probabilities = filter_probabilities(logits.softmax(-1), [params])
+    probabilities = filter_probabilities(logits.softmax(-1), filter_columns([params]))
     cumulated = probabilities[0].double().cumsum(-1)
     target = uniform_draw(seed, position) * cumulated[-1].item()
     assert probabilities[0, token] > 0
@@ -229,7 +231,7 @@ def test_frequencies_match_the_renormalised_top_p_probabilities(top_p: float) ->
     params = SamplingParams(max_tokens=1, top_p=top_p)
     rows = [SamplingRow(params, 5, position) for position in range(count)]
     drawn = torch.tensor(sample(logits.repeat(count, 1), rows))
-    (left,) = filter_probabilities(logits.softmax(-1)[None], [params])
+    (left,) = filter_probabilities(logits.softmax(-1)[None], filter_columns([params]))
     assert left[drawn].all()
     cumulated = left.double().cumsum(0) / left.double().sum()
     counted = torch.bincount(drawn, minlength=VOCAB_SIZE).cumsum(0) / count
