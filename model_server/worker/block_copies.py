@@ -15,6 +15,8 @@ from torch import Tensor
 
 from model_server.kv_cache.host_tier import TRANSFER_BYTES, Transfer
 
+STAGING_BYTES = 3 * TRANSFER_BYTES  # of the device: two buffers of stores, one of restores
+
 
 class CompletedTransfer:
     """Transfer that was complete when its call returned."""

@@ -26,10 +26,11 @@ from model_server.errors import AdapterError, WorkerError
 from model_server.kv_cache.host_tier import Transfer
 from model_server.kv_cache.request import Request, ScheduledRequest
 from model_server.model.ranks import Ranks
-from model_server.requests import ChosenToken, LoraRequest
+from model_server.requests import ChosenToken, LoraRequest, TokenLogprobs
 from model_server.shapes.shape import ModelRank
 from model_server.worker.block_copies import CompletedTransfer
 from model_server.worker.block_tables import BlockTableChanges, SpanNumbers
+from model_server.worker.device_sampler import DeviceSampler
 from model_server.worker.model_runner import load_runner
 from model_server.worker.sampler import SamplingRow, argmax_tokens, compute_logprobs, gather_logprobs, sample
 from model_server.worker.workers import Start, WorkerProcesses
@@ -70,6 +71,10 @@ class Executor:
         # Whether `launch` returns before the step is computed.
         self.is_async = self.runner.attention.is_capturable
         self._failure: str | None = None
+        model = self.runner.model
+        self._sampler: DeviceSampler | None = None
+        if self.is_async:
+            self._sampler = DeviceSampler(config.max_num_seqs, model.shape.vocab_size, model.device)
         self.vocab_size = self.runner.model.shape.vocab_size  # token ids are below this
         self.eos_token_ids = self.runner.eos_token_ids  # end-of-sequence tokens
         self.max_positions = self.runner.model.shape.max_positions  # the model's maximum context, in tokens
@@ -97,7 +102,12 @@ class Executor:
 
     def _start_sampling(self, logits: Tensor, requests: Sequence[Request]) -> Callable[[], list[ChosenToken]]:
         """Start sampling each request's next token; return a function that waits for the tokens."""
-        return partial(sample_tokens, logits, requests, self.eos_token_ids)
+        if self._sampler is None:
+            return partial(sample_tokens, logits, requests, self.eos_token_ids)
+        rows = [_sampling_row(request, self.eos_token_ids) for request in requests]
+        counts = [request.core_request.sampling.logprobs for request in requests]
+        sample = self._sampler.launch(logits, rows, counts)
+        return lambda: _chosen(requests, *sample.result())
 
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
         return self._transfer("store", blocks, slots)
@@ -221,11 +231,16 @@ def sample_tokens(
     counts = [request.core_request.sampling.logprobs for request in requests]
     logprobs = compute_logprobs(logits, counts)
     tokens = sample(logits, [_sampling_row(request, eos_token_ids) for request in requests])
+    return _chosen(requests, tokens, gather_logprobs(logprobs, counts, tokens))
+
+
+def _chosen(
+    requests: Sequence[Request], tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
+) -> list[ChosenToken]:
     for request, token in zip(requests, tokens, strict=True):
         if request.core_request.constraint is not None:
             request.core_request.constraint.consume_token(token)
-    entries = gather_logprobs(logprobs, counts, tokens)
-    return [ChosenToken(token, entry) for token, entry in zip(tokens, entries, strict=True)]
+    return list(map(ChosenToken, tokens, logprobs))
 
 
 def _sampling_row(request: Request, eos_token_ids: frozenset[int]) -> SamplingRow:
@@ -238,4 +253,5 @@ def _sampling_row(request: Request, eos_token_ids: frozenset[int]) -> SamplingRo
         banned=params.stop_token_ids | eos_token_ids if below_minimum else frozenset(),
         token_ids=request.token_ids,
         allowed_bits=None if constraint is None else constraint.compute_bitmask(),
+        arrival_index=request.arrival_index,
     )

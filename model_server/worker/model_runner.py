@@ -23,7 +23,7 @@ from model_server.model.lora import LoraAdapter, LoraBatch
 from model_server.model.ranks import Ranks
 from model_server.model.weights import LoadedModel, load_adapter, load_checkpoint, load_tiny, torch_device
 from model_server.shapes.shape import ModelRank, pool_groups
-from model_server.worker.block_copies import CompletedTransfer, new_copies
+from model_server.worker.block_copies import STAGING_BYTES, CompletedTransfer, new_copies
 from model_server.worker.block_tables import BlockTables, SpanNumbers, no_blocks
 from model_server.worker.cuda_graphs import Capture, DecodeGraphs, cuda_capture
 from model_server.worker.memory import cuda_bytes, free_host_bytes, pool_blocks
@@ -156,8 +156,10 @@ class ModelRunner:
             self._run_largest_step()
             torch.cuda.synchronize(device)
             total, taken = cuda_bytes(device)
-            # The sampler's counts, and its probabilities beside the logits: float32, sorted and not.
-            taken += 18 * self._config.max_num_seqs * self.model.shape.vocab_size
+            # The sampler's counts, and its probabilities beside the logits: 4 bytes each, sorted and not.
+            taken += 20 * self._config.max_num_seqs * self.model.shape.vocab_size
+            if self._config.cpu_blocks or self._config.cpu_gib:
+                taken += STAGING_BYTES
         else:
             total = free_host_bytes() // self._ranks.model_rank.size
         return pool_blocks(

@@ -13,7 +13,7 @@ from tests.support.paths import ROOT
 TESTS = ROOT / "tests"
 # Names without a public counterpart in other libraries; generated stubs are the protocol itself.
 FOREIGN = {"_collector_to_names", "_labelnames", "_actions", "_exit", "_current_frames", "_pb"}
-FOREIGN |= {"_undefined_exception", "_undefined_message", "_is_mkldnn_bf16_supported"}
+FOREIGN |= {"_undefined_exception", "_undefined_message", "_is_mkldnn_bf16_supported", "_python_dispatch"}
 PRIVATE = re.compile(r"(?:.*\.)?(_[A-Za-z]\w*)")
 BY_NAME = {"setattr", "getattr", "hasattr", "delattr", "attrgetter", "patch", "object"}
 
