@@ -54,7 +54,7 @@ def start_adapter(kubectl: Kubectl, url: str) -> None:
             },
         },
     )
-    kubectl("wait", "--for=condition=Available", f"apiservice/{_API}", "--timeout=120s")
+    kubectl("wait", "--for=condition=Available", f"apiservice/{_API}", "--timeout=300s")
 
 
 def stop_adapter(kubectl: Kubectl) -> None:
