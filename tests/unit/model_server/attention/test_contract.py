@@ -10,6 +10,7 @@ from torch import Tensor
 from model_server.attention import Attention, KvLayout, Span, new_attention
 from model_server.attention.heads import HeadNorms, Rotation
 from model_server.config import AttentionBackend
+from model_server.errors import ConfigError
 from model_server.shapes.shape import AttentionShape, KvGroupSpec, kv_groups, single_group
 
 CUDA = torch.cuda.is_available()
@@ -216,6 +217,14 @@ def test_padding_rows_write_nowhere_and_change_nothing(dtype: torch.dtype) -> No
         pools.append(attention.block_tensors()[0])
     assert torch.equal(*outputs)
     assert torch.equal(*pools)
+
+
+@pytest.mark.skipif(CUDA, reason="a GPU computes bfloat16 correctly")
+def test_kernels_that_compute_wrongly_are_refused() -> None:
+    """A trial on random numbers finds wrong results: of bfloat16 in the interpreter, which has no such type."""
+    shape, layout = AttentionShape(4, 2, 32, 0.1, (None,)), KvLayout(single_group(1), 4, 16)
+    with pytest.raises(ConfigError, match="its results differ from those of torch"):
+        new_attention(shape, layout, torch.bfloat16, DEVICE, backend="triton")
 
 
 def test_contexts_of_many_parts_and_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
