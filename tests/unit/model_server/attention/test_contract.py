@@ -221,7 +221,7 @@ def test_padding_rows_write_nowhere_and_change_nothing(dtype: torch.dtype) -> No
 
 @pytest.mark.skipif(CUDA, reason="a GPU computes bfloat16 correctly")
 def test_kernels_that_compute_wrongly_are_refused() -> None:
-    """A trial on random numbers finds wrong results: of bfloat16 in the interpreter, which has no such type."""
+    """A trial on random numbers finds wrong results: those of bfloat16 in the interpreter."""
     shape, layout = AttentionShape(4, 2, 32, 0.1, (None,)), KvLayout(single_group(1), 4, 16)
     with pytest.raises(ConfigError, match="its results differ from those of torch"):
         new_attention(shape, layout, torch.bfloat16, DEVICE, backend="triton")
