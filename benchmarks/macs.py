@@ -93,7 +93,7 @@ def generate(
         model: Model with multi-head attention.
         prompt: Token ids.
         steps: Tokens to generate.
-        block_tokens: Block size of the KV cache; a decode step reads whole blocks.
+        block_tokens: Block size of the KV cache.
         cached: Keep the KV of all tokens; otherwise each step recomputes them.
     """
     blocks = -(-(len(prompt) + steps) // block_tokens)
