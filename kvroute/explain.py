@@ -32,16 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
     arguments = _parser().parse_args(argv)
     is_sent = arguments.request_id is not None
-    try:
-        pages = RouterPages(**flag_values(RouterPages, arguments))
-        if is_sent:
-            record = pages.decision(arguments.request_id)
-        else:
-            record = pages.get("/debug/explain", _asked(pages, arguments))
-        drafters = pages.get("/ready").get("drafters", ())
-    except (OSError, ValueError) as error:
-        print(f"kvroute explain: error: {error}", file=sys.stderr)
-        return 1
+    pages = RouterPages(**flag_values(RouterPages, arguments))
+    if is_sent:
+        record = pages.decision(arguments.request_id)
+    else:
+        record = pages.get("/debug/explain", _asked(pages, arguments))
+    drafters = pages.get("/ready").get("drafters", ())
     if arguments.json:
         print(json.dumps(record, indent=1))
     else:

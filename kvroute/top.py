@@ -29,20 +29,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--interval", type=positive_number, default=1.0, metavar="S", help="(default: 1)")
     add_flags(parser, RouterPages)
     arguments = parser.parse_args(argv)
-    try:
-        pages = RouterPages(**flag_values(RouterPages, arguments))
-        if not sys.stdout.isatty():
-            print("\n".join(snapshot(pages)))
-            return 0
-        with screen() as show:
-            while True:
-                show(snapshot(pages))
-                time.sleep(arguments.interval)
-    except KeyboardInterrupt:
+    pages = RouterPages(**flag_values(RouterPages, arguments))
+    if not sys.stdout.isatty():
+        print("\n".join(snapshot(pages)))
         return 0
-    except (OSError, ValueError) as error:
-        print(f"kvroute top: error: {error}", file=sys.stderr)
-        return 1
+    with screen() as show:
+        while True:
+            show(snapshot(pages))
+            time.sleep(arguments.interval)
 
 
 def snapshot(pages: RouterPages) -> list[str]:
