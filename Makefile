@@ -144,11 +144,11 @@ lock: setup
 	echo 'hatchling==1.27.0' | $(IMAGE_LOCK) - --output-file docker/build.txt
 
 proto: setup
-	for package in router:endpoint_picker router:engine_requests router:token_usage router:tokenizer indexer:indexer; do \
-	  name=$${package#*:}; package=$${package%%:*}; \
-	  $(BIN)/python -m grpc_tools.protoc -I$$package/_pb=proto/kvroute/v1 --python_out=. --pyi_out=. --grpc_python_out=. \
-	    $$package/_pb/$$name.proto; \
+	for name in endpoint_picker engine_requests token_usage tokenizer; do \
+	  $(BIN)/python -m grpc_tools.protoc -Irouter/_pb=proto/kvroute/v1 --python_out=. --pyi_out=. router/_pb/$$name.proto; \
 	done
+	$(BIN)/python -m grpc_tools.protoc -Iindexer/_pb=proto/kvroute/v1 --python_out=. --pyi_out=. --grpc_python_out=. \
+	  indexer/_pb/indexer.proto
 
 clean:
 	rm -rf $(VENV) $(DOCS_VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -9,6 +9,7 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from itertools import cycle
 from pathlib import Path
 
@@ -17,7 +18,6 @@ import uvloop
 
 from benchmarks.next_turns import next_turns
 from router._pb import endpoint_picker_pb2 as pb
-from router._pb import endpoint_picker_pb2_grpc as pb_grpc
 
 
 async def main(address: str, bodies: Path, callers: int, seconds: float, *, repeated: bool) -> None:
@@ -27,14 +27,19 @@ async def main(address: str, bodies: Path, callers: int, seconds: float, *, repe
     end_s = time.perf_counter() + seconds
     calls = 0
 
-    async def call(stub: pb_grpc.EndpointPickerStub) -> None:
+    async def call(pick: Callable[[pb.PickEndpointRequest], Awaitable[object]]) -> None:
         nonlocal calls
         while time.perf_counter() < end_s:
-            await stub.PickEndpoint(next(requests))
+            await pick(next(requests))
             calls += 1
 
     async with grpc.aio.insecure_channel(address) as channel:
-        await asyncio.gather(*(call(pb_grpc.EndpointPickerStub(channel)) for _ in range(callers)))
+        pick = channel.unary_unary(
+            "/kvroute.v1.EndpointPicker/PickEndpoint",
+            pb.PickEndpointRequest.SerializeToString,
+            pb.PickEndpointResponse.FromString,
+        )
+        await asyncio.gather(*(call(pick) for _ in range(callers)))
     print(json.dumps({"requests": calls, "per_s": calls / seconds}), flush=True)
 
 

@@ -35,22 +35,8 @@ _COMMANDS = {
     "envoy-config": ("kvroute.envoy_config", "print the configuration of an Envoy that calls routers"),
     "bench": ("", "run a benchmark of a checkout"),
 }
-_BENCHMARKS = {
-    "keys": "block keys of a prompt",
-    "index": "a match against 256 pods, memory per block, stalls of readers",
-    "events": "blocks per second from published payloads to the index",
-    "tokens": "token ids of a prompt",
-    "pick": "a pick behind a real Envoy, by protocol",
-    "pickers": "the same picks, alternating with the Go reference picker",
-    "pick_inside": "the router's part of a pick, by step",
-    "pick_counts": "instructions and cache misses of a pick, counted by valgrind",
-    "schedule": "a scheduling cycle, from matches to the pod",
-    "queues": "time to first token with each queue pricing, in simulated time",
-    "replicas": "gain and cost of sharing in-flight requests among routers",
-    "startup": "start of the router until it is ready",
-    "engine": "the model server's engine compared with transformers and with the device's peak speeds",
-    "macs": "multiply-accumulates of a generation with and without a KV cache",
-}
+# Commands whose errors are their user's; a server reports its own, and what else it raises needs a traceback.
+_ERRORS = dict.fromkeys(("up", "top", "explain", "migrate"), (OSError, ValueError))
 _ROOT = Path(__file__).parents[1]
 _HELP = """\
 usage: kvroute COMMAND [OPTION ...]
@@ -98,7 +84,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name == "bench":
         return bench(arguments[1:])
     run = importlib.import_module(_COMMANDS[name][0]).main
-    return int(run(arguments[1:]) or 0)
+    try:
+        return int(run(arguments[1:]) or 0)
+    except KeyboardInterrupt:
+        return 0
+    except _ERRORS.get(name, ()) as error:
+        print(f"kvroute {name}: error: {error}", file=sys.stderr)
+        return 1
 
 
 def _complete_name() -> list[str]:
@@ -115,26 +107,30 @@ def _complete_name() -> list[str]:
         if words[1] != "bench":
             return words[1:2]
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("name", choices=list(_BENCHMARKS if has_name else _COMMANDS))
+    parser.add_argument("name", choices=list(_benchmarks() if has_name else _COMMANDS))
     argcomplete.autocomplete(parser)
     return []
 
 
+def _benchmarks() -> dict[str, str]:
+    """Return what each benchmark measures, by name; empty outside of a checkout."""
+    if not (_ROOT / "pyproject.toml").is_file():
+        return {}
+    sys.path.insert(0, str(_ROOT))
+    return dict(importlib.import_module("benchmarks").BENCHMARKS)
+
+
 def bench(argv: Sequence[str]) -> int:
     """Run a benchmark, which only a checkout has; return the exit status."""
-    name = argv[0] if argv else "--help"
-    if name in ("-h", "--help"):
-        return _print_help(_BENCH_HELP, _BENCHMARKS)
-    if name not in _BENCHMARKS:
-        known = ", ".join(_BENCHMARKS)
-        print(f"kvroute bench: unknown benchmark {name}; use one of {known}", file=sys.stderr)
-        return 2
-    if not (_ROOT / "benchmarks" / f"{name}.py").is_file():
-        print(
-            "kvroute bench: benchmarks are not installed; run this in a checkout of kvroute", file=sys.stderr
-        )
+    name, known = argv[0] if argv else "--help", _benchmarks()
+    if not known:
+        print("kvroute bench: benchmarks are not installed; use a checkout of kvroute", file=sys.stderr)
         return 1
-    sys.path.insert(0, str(_ROOT))
+    if name in ("-h", "--help"):
+        return _print_help(_BENCH_HELP, known)
+    if name not in known:
+        print(f"kvroute bench: unknown benchmark {name}; use one of {', '.join(known)}", file=sys.stderr)
+        return 2
     sys.argv = [f"kvroute bench {name}", *argv[1:]]
     runpy.run_module(f"benchmarks.{name}", run_name="__main__")
     return 0

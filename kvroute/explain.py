@@ -32,16 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit status."""
     arguments = _parser().parse_args(argv)
     is_sent = arguments.request_id is not None
-    try:
-        pages = RouterPages(**flag_values(RouterPages, arguments))
-        if is_sent:
-            record = pages.decision(arguments.request_id)
-        else:
-            record = pages.get("/debug/explain", _asked(pages, arguments))
-        drafters = pages.get("/ready").get("drafters", ())
-    except (OSError, ValueError) as error:
-        print(f"kvroute explain: error: {error}", file=sys.stderr)
-        return 1
+    pages = RouterPages(**flag_values(RouterPages, arguments))
+    if is_sent:
+        record = pages.decision(arguments.request_id)
+    else:
+        record = pages.get("/debug/explain", _asked(pages, arguments))
+    drafters = pages.get("/ready").get("drafters", ())
     if arguments.json:
         print(json.dumps(record, indent=1))
     else:
@@ -92,9 +88,8 @@ def _asked(pages: RouterPages, arguments: argparse.Namespace) -> dict[str, Any]:
 def _only_model(pages: RouterPages) -> str:
     models = sorted({pod["base_model"] for pod in pages.get("/debug/pods")["pods"] if pod["base_model"]})
     if len(models) != 1:
-        raise ValueError(
-            f"--model: the body names none; the router's: {', '.join(map(clean, models)) or '-'}"
-        )
+        known = ", ".join(map(clean, models)) or "-"
+        raise ValueError(f"--model: the body names none; the router's: {known}")
     return str(models[0])
 
 
@@ -114,11 +109,10 @@ def report(
     causes = (f"{count(tokens)} {cause}" for cause, tokens in record["tokens_by_cause"].items())
     ago = "" if evicted_s is None else f" ({evicted_s:,.0f} s ago)"
     told = f", delivered {count(delivered)}" * (delivered is not None)
+    asked = f"{record['kind']} of {record['model']}, {count(record['prompt_tokens'])} tokens, {when}"
+    mine = [line.partition(": ")[2] for line in drafters if re.match(rf"pod={re.escape(pod)}[:@]", line)]
     facts = [
-        (
-            "request",
-            f"{record['kind']} of {record['model']}, {count(record['prompt_tokens'])} tokens, {when}",
-        ),
+        ("request", asked),
         ("pod", f"{pod} {record['pod_name']}"),
         ("why", record["reason"]),
         ("degraded", degraded and f"by load alone: {degraded}; no cache was looked at"),
@@ -127,11 +121,7 @@ def report(
         ("session", record["session_pod"]),
         ("cached", f"predicted {count(record['predicted_cached_tokens'])}{told}"),
         ("tokens", ", ".join(causes) + ago),
-        *(
-            ("drafter", line.partition(": ")[2])
-            for line in drafters
-            if re.match(rf"pod={re.escape(pod)}[:@]", line)
-        ),
+        *(("drafter", line) for line in mine),
         ("broken", broken and _broken(broken)),
         *((what, f"after {end['after_s']:.3f} s") for what in _ENDS if (end := record[what])),
     ]

@@ -25,24 +25,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--write", type=Path, metavar="FILE", help="write the configuration in the words of llm-d v0.11"
     )
     arguments = parser.parse_args(argv)
-    try:
-        migration = migrate(read_text(arguments.config), str(arguments.config))
-        for line in migration.lines:
-            stands_out = "v0.11 removes" in line or "[not supported here]" in line
-            print(styled(clean(line, 2000), YELLOW if stands_out else ""))
-        if migration.problems:
-            print(f"\n{migration.problems} parts are not supported here; nothing is written", file=sys.stderr)
-            return 1
-        print(f"\n{len(migration.edits)} changes to the words of llm-d v0.11")
-        if arguments.write is not None:
-            text = migration.text()
-            if migrate(text, str(arguments.write)).problems:
-                raise ConfigError(
-                    f"{arguments.write}: not written: the result is not valid; please report it"
-                )
-            arguments.write.write_text(text, "utf-8")
-            print(f"{arguments.write}: written; comments within changed entries are left out")
-    except (ConfigError, OSError) as error:
-        print(f"kvroute migrate: error: {error}", file=sys.stderr)
+    migration = migrate(read_text(arguments.config), str(arguments.config))
+    for line in migration.lines:
+        stands_out = "v0.11 removes" in line or "[not supported here]" in line
+        print(styled(clean(line, 2000), YELLOW if stands_out else ""))
+    if migration.problems:
+        print(f"\n{migration.problems} parts are not supported here; nothing is written", file=sys.stderr)
         return 1
+    print(f"\n{len(migration.edits)} changes to the words of llm-d v0.11")
+    if arguments.write is not None:
+        text = migration.text()
+        if migrate(text, str(arguments.write)).problems:
+            raise ConfigError(f"{arguments.write}: not written: the result is not valid; please report it")
+        arguments.write.write_text(text, "utf-8")
+        print(f"{arguments.write}: written; comments within changed entries are left out")
     return 0

@@ -46,7 +46,7 @@ _PUBLISHED = "kvroute_kv_event_batches_published_total"
 _RECEIVED = "llm_d_epp_kv_cache_events_messages_received_total"
 
 
-class LocalStackError(Exception):
+class LocalStackError(OSError):
     """The stack cannot run. The command prints the message and exits with status 1."""
 
 

@@ -29,20 +29,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--interval", type=positive_number, default=1.0, metavar="S", help="(default: 1)")
     add_flags(parser, RouterPages)
     arguments = parser.parse_args(argv)
-    try:
-        pages = RouterPages(**flag_values(RouterPages, arguments))
-        if not sys.stdout.isatty():
-            print("\n".join(snapshot(pages)))
-            return 0
-        with screen() as show:
-            while True:
-                show(snapshot(pages))
-                time.sleep(arguments.interval)
-    except KeyboardInterrupt:
+    pages = RouterPages(**flag_values(RouterPages, arguments))
+    if not sys.stdout.isatty():
+        print("\n".join(snapshot(pages)))
         return 0
-    except (OSError, ValueError) as error:
-        print(f"kvroute top: error: {error}", file=sys.stderr)
-        return 1
+    with screen() as show:
+        while True:
+            show(snapshot(pages))
+            time.sleep(arguments.interval)
 
 
 def snapshot(pages: RouterPages) -> list[str]:
@@ -66,11 +60,8 @@ def lines(
     yield ""
     rows = [
         [
-            time.strftime("%H:%M:%S", time.localtime(one["time"])),
-            one["pod"],
-            count(one["prompt_tokens"]),
-            count(one["predicted_cached_tokens"]),
-            count(one["delivered_cached_tokens"]),
+            *(time.strftime("%H:%M:%S", time.localtime(one["time"])), one["pod"]),
+            *(count(one[f"{what}_tokens"]) for what in ("prompt", "predicted_cached", "delivered_cached")),
             one["reason"],
         ]
         for one in decisions[:_DECISIONS_SHOWN]
@@ -79,14 +70,10 @@ def lines(
 
 
 def _pod(pod: Mapping[str, Any], decisions: Sequence[Mapping[str, Any]]) -> list[str]:
-    load, work, mine = (
-        pod["scraped"] or {},
-        pod["in_flight"],
-        [one for one in decisions if one["pod"] == pod["address"]],
-    )
-    prompts, cached = (
-        sum(one[name] for one in mine) for name in ("prompt_tokens", "predicted_cached_tokens")
-    )
+    load, work = pod["scraped"] or {}, pod["in_flight"]
+    mine = [one for one in decisions if one["pod"] == pod["address"]]
+    prompts = sum(one["prompt_tokens"] for one in mine)
+    cached = sum(one["predicted_cached_tokens"] for one in mine)
     states = ("asleep" if pod["asleep"] else "", pod["failing"] and "failing", *pod["faults"])
     # Routers of before the dashboard tell neither tiers nor queue.
     tiers, queued_s = pod.get("tokens_by_tier") or {}, pod.get("queued_s")

@@ -34,14 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    try:
-        options = StackOptions(**flag_values(StackOptions, arguments))
-        return _run(options, demo=not arguments.no_demo, stay=not arguments.demo_only)
-    except KeyboardInterrupt:
-        return 0
-    except (LocalStackError, ValueError, OSError) as error:
-        print(f"kvroute up: error: {error}", file=sys.stderr)
-        return 1
+    options = StackOptions(**flag_values(StackOptions, arguments))
+    return _run(options, demo=not arguments.no_demo, stay=not arguments.demo_only)
 
 
 def _run(options: StackOptions, *, demo: bool, stay: bool) -> int:
@@ -54,7 +48,7 @@ def _run(options: StackOptions, *, demo: bool, stay: bool) -> int:
     except KeyboardInterrupt:
         failed = False
         raise
-    except (LocalStackError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise LocalStackError(f"{error}{_logs(directory)}") from error
     finally:
         # A second Ctrl-C must not interrupt the shutdown of children.

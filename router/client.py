@@ -18,11 +18,11 @@ from typing import Any, Self
 import grpc
 
 from router._pb import endpoint_picker_pb2 as pb
-from router._pb import endpoint_picker_pb2_grpc as pb_grpc
 
 _log = logging.getLogger(__name__)
 
 _OUTCOME = pb.ReportOutcomeRequest
+_SERVICE = pb.DESCRIPTOR.services_by_name["EndpointPicker"].full_name
 
 
 class PickError(Exception):
@@ -63,9 +63,18 @@ class PickerClient:
         else:
             self._channel = grpc.secure_channel(target, credentials, options)
         self._timeout_s = timeout_s
-        # The generated class is untyped.
-        stub: Any = pb_grpc.EndpointPickerStub
-        self._stub = stub(self._channel)
+        # Without types in grpcio.
+        unary: Any = self._channel.unary_unary
+        self._pick = unary(
+            f"/{_SERVICE}/PickEndpoint",
+            pb.PickEndpointRequest.SerializeToString,
+            pb.PickEndpointResponse.FromString,
+        )
+        self._report = unary(
+            f"/{_SERVICE}/ReportOutcome",
+            pb.ReportOutcomeRequest.SerializeToString,
+            pb.ReportOutcomeResponse.FromString,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -129,7 +138,7 @@ class PickerClient:
         elif token_ids is not None:
             request.token_ids.ids.extend(token_ids)
         try:
-            answer = self._stub.PickEndpoint(request, timeout=self._timeout_s)
+            answer = self._pick(request, timeout=self._timeout_s)
         except grpc.RpcError as error:
             raise PickError(error.code(), error.details() or str(error.code())) from error
         return Pick(self, answer)
@@ -141,7 +150,7 @@ class PickerClient:
             Whether the router knows the request; None if the report failed.
         """
         try:
-            return bool(self._stub.ReportOutcome(request, timeout=self._timeout_s).known)
+            return bool(self._report(request, timeout=self._timeout_s).known)
         except grpc.RpcError as error:
             _log.warning("reporting outcome failed: request=%s error=%s", request.request_id, error.details())
             return None

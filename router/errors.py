@@ -21,7 +21,7 @@ class RouterError(Exception):
     """Base class of the router's errors."""
 
 
-class ConfigError(RouterError):
+class ConfigError(RouterError, ValueError):
     """Invalid flag or file. The message says what to do; the process exits with status 2."""
 
 

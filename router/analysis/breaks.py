@@ -105,10 +105,8 @@ class PrefixBreaks:
             number = hash((*names[-1:], "" if prompt.parts.session else prompt.request_id))
             if number in self._sessions:
                 self._forget(number)
-            known, found = (
-                _Session(shown_digest(repr(number).encode(), self._key), tokens, prompt.parts, names),
-                None,
-            )
+            digest, found = shown_digest(repr(number).encode(), self._key), None
+            known = _Session(digest, tokens, prompt.parts, names)
         else:
             known = self._forget(number)
             found = self._compared(prompt, known, tokens)

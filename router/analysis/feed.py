@@ -63,7 +63,7 @@ class Analysis:
         self._prefixes = HotPrefixes(index.block_tokens, self._key)
         self._shadow = Shadow(index.block_tokens)
         self._worth = Worth(metrics, self._shadow, gpu_hour_price, time.monotonic())
-        self.queue = PickQueue(lambda reason: metrics.count("unanalysed", reason))
+        self.queue = PickQueue(lambda reason: metrics.count("analysis_dropped", reason))
         decisions.on_end = self.queue.ended
         self._rates: dict[str, float] = {}  # of the pods in use since the last look at the queue
         self._stopping = threading.Event()
@@ -101,7 +101,7 @@ class Analysis:
                         self._analyse(*item)
                 except Exception as error:
                     # Hostile bodies end here, and the thread must survive.
-                    self._metrics.count("unanalysed", "failed")
+                    self._metrics.count("analysis_dropped", "failed")
                     self._repeated.event("analysis_failed", "requests", "analysis failed", error=error)
                 time.sleep((time.thread_time() - began_s) * (1.0 / _SHARE - 1.0))
 
@@ -115,8 +115,8 @@ class Analysis:
             Prompt(*head, parts, ids, best.cached_tokens, self._rate(best.pod))
         )
         if found is not None:
-            self._metrics.count("breaks", model, found.part)
-            self._metrics.count("lost", model, found.part, number=found.lost_tokens)
+            self._metrics.count("prefix_breaks", model, found.part)
+            self._metrics.count("prefix_break_lost_tokens", model, found.part, number=found.lost_tokens)
             self._decisions.prefix_broke(found.request_id, msgspec.structs.asdict(found))
         held = max(match.longest, *match.behind[:2])
         if is_new:

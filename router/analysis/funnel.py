@@ -25,8 +25,8 @@ def funnel(metrics: RouterMetrics) -> dict[str, Any]:
     Only prompts whose token ids are known count. Each stage up to `predicted` is a part of the one before it.
     `delivered` is of the requests whose pods reported it, with `delivered_of_prompt_tokens` prompt tokens.
     """
-    causes, told = defaultdict[str, Counter[str]](Counter), metrics.values("told")
-    for (model, cause), tokens in metrics.values("tokens").items():
+    causes, told = defaultdict[str, Counter[str]](Counter), metrics.values("told_prompt_tokens")
+    for (model, cause), tokens in metrics.values("prompt_tokens").items():
         causes[model][cause] = int(tokens)
     models = {}
     for model, by_cause in causes.items():

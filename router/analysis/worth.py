@@ -62,8 +62,9 @@ class Worth:
         """Record a pick."""
         for policy, tokens in flight.placed.computed.items():
             computed, rate = tokens / flight.placed.sample, flight.tokens_per_s[flight.placed.pods[policy]]
-            self._metrics.count("policy_tokens", policy, number=computed)
-            self._metrics.count("policy_s", policy, number=computed / rate if rate > 0.0 else 0.0)
+            seconds = computed / rate if rate > 0.0 else 0.0
+            self._metrics.count("policy_computed_tokens", policy, number=computed)
+            self._metrics.count("policy_prefill_seconds", policy, number=seconds)
         self._in_flight[key] = flight
         self._blocks += len(flight.placed.keys)
         while len(self._in_flight) > _IN_FLIGHT_MAX or self._blocks > _IN_FLIGHT_BLOCKS_MAX:
@@ -86,17 +87,14 @@ class Worth:
             known = tenant in self._tenants or len(self._tenants) < _TENANTS_MAX
             self._tenants[tenant if known else _OTHER].update(tokens)
         for source, number in tokens.items():
-            self._metrics.count("sources", flight.model, source, number=number)
+            self._metrics.count("served_prompt_tokens", flight.model, source, number=number)
 
     def page(self, now_s: float) -> dict[str, Any]:
         """Return the sums, and what would be lost a day without kvroute."""
         days = max(now_s - self._started_s, 1.0) / _DAY_S
-        tokens, seconds, models = (
-            self._sums("policy_tokens"),
-            self._sums("policy_s"),
-            defaultdict[str, Any](dict),
-        )
-        for (model, source), number in self._metrics.values("sources").items():
+        tokens, seconds = self._sums("policy_computed_tokens"), self._sums("policy_prefill_seconds")
+        models = defaultdict[str, Any](dict)
+        for (model, source), number in self._metrics.values("served_prompt_tokens").items():
             models[model][source] = int(number)
         saved = {}
         for policy in _NAMES:

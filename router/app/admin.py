@@ -16,7 +16,6 @@ from urllib.parse import urlsplit
 import msgspec
 
 from common.page_server import Request
-from indexer import ConfigError
 from indexer.pod_entry import parse_pods
 from router.pods.pod_set import Pod, PodSet, PodsFile, PodsSource
 
@@ -59,7 +58,7 @@ class Admin:
             return 405, {"error": f"{request.path} takes {', '.join(_METHODS[request.path])}"}
         try:
             return self._reset(request) if request.path == RESET else self._workers(request)
-        except (ValueError, OSError, ConfigError, RecursionError) as error:
+        except (ValueError, OSError, RecursionError) as error:
             return 400, {"error": str(error)}
 
     def _workers(self, request: Request) -> tuple[int, Any]:

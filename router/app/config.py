@@ -23,6 +23,7 @@ from indexer import IndexerConfig
 from indexer.config import index_config
 from router.app.process import LogFlags
 from router.app.tls import TLS, MetricsTlsOptions, TlsFlags, TlsOptions, tls_options
+from router.config.fields import read_text
 from router.config.flags import (
     add_reference_flags,
     boolean,
@@ -37,7 +38,7 @@ from router.config.flags import (
     switch,
 )
 from router.config.kube import KubeConfig, kube_config
-from router.config.picker_file import Compat, PickerConfig, parse_config, read_config
+from router.config.picker_file import Compat, PickerConfig, parse_config
 from router.doors.boundary import GATEWAY_ONLY_FIELDS
 from router.errors import ConfigError
 from router.plugins.producer_settings import (
@@ -360,7 +361,8 @@ def _picker(flags: argparse.Namespace) -> PickerConfig | None:
         raise ConfigError("--config-file and --config-text exclude each other: give one of them")
     if flags.config_text is not None:
         return parse_config(flags.config_text, "--config-text")
-    return read_config(flags.config_file) if flags.config_file is not None else None
+    path: Path | None = flags.config_file
+    return parse_config(read_text(path), str(path)) if path is not None else None
 
 
 def _discovery(

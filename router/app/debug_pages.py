@@ -287,19 +287,16 @@ class DebugPages:
         queued_s = dict(zip(taking, self.queued_s(taking, time.monotonic()), strict=True))
         tokens, shares = self._counts()
         shown = [
-            self._pod(pod, views)
-            | {
+            {
+                **self._pod(pod, views),
                 "queued_s": queued_s.get(address),
                 "tokens_by_tier": tokens.get(address, {}),
                 "cached_share": shares.get(address),
             }
             for address, pod in pods.items()
         ]
-        return 200, {
-            "pods": shown,
-            "parity": self.index.mismatch_details(),
-            "block_tokens": self.index.block_tokens,
-        }
+        parity, block_tokens = self.index.mismatch_details(), self.index.block_tokens
+        return 200, {"pods": shown, "parity": parity, "block_tokens": block_tokens}
 
     def _pod(self, pod: Pod, views: Mapping[str, StreamState]) -> dict[str, Any]:
         models, stream = pod.models, pod_stream(pod)

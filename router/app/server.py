@@ -125,7 +125,7 @@ class RouterServer:
             lambda request, now_s: self.index.settle(request, now_s),
             lambda request: self.index.cancel_expectation(request),
             PodFailures(self.pods.load_table, lambda pod, why: self.watch.mark_failing(pod, why)),
-            StatePods(self.pods, lambda outcome: self._metrics.count("stateful", outcome)),
+            StatePods(self.pods, lambda outcome: self._metrics.count("stateful_requests", outcome)),
         )
         self._lost_ends = LostEndDetector(self.lifecycle)
         self.health = Health()
@@ -180,7 +180,7 @@ class RouterServer:
         config = self.config
         self._source = opened.enter_context(closing(open_pods_source(config, registry, self._set_resources)))
         tokenize = TokenizeOptions(config.tokenize_deadline_s)
-        observe = partial(self._metrics.observe, "rendered")
+        observe = partial(self._metrics.observe, "render_seconds")
         self._tokenizers = TokenizerRegistry(open_tokenizers(dict(config.tokenizers)), tokenize, observe)
         opened.callback(self._tokenizers.close)
         registry.register(TokenizerCollector(self._tokenizers.local, self._tokenizers.renderings))

@@ -195,15 +195,6 @@ class PickerConfig(Settings):
         return entry.parameters_section.read(DiscoverySettings)
 
 
-def read_config(path: Path) -> PickerConfig:
-    """Read an EndpointPickerConfig file.
-
-    Raises:
-        ConfigError: The file cannot be read or is invalid.
-    """
-    return parse_config(read_text(path), str(path))
-
-
 def parse_config(text: str, source: str) -> PickerConfig:
     """Parse an EndpointPickerConfig; `source` names it in errors and resolves its relative paths.
 

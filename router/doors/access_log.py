@@ -66,7 +66,7 @@ class AccessLogService(Exchange):
 
     def answers(self, message: Any) -> tuple[()]:
         for join, entries in Counter(map(self._process, message.http_logs.log_entry)).items():
-            self.metrics.count("logged", join, number=entries)
+            self.metrics.count("access_log_entries", join, number=entries)
         return ()
 
     def last(self) -> Iterable[als_pb2.StreamAccessLogsResponse]:
@@ -104,7 +104,7 @@ class AccessLogService(Exchange):
             attempts=common.upstream_request_attempt_count,
         )
         if self.lifecycle.ended(report, time.monotonic()) is not None:
-            self.metrics.count("usage", "refused" if refused and not failed else usage)
+            self.metrics.count("response_usage", "refused" if refused and not failed else usage)
             return "joined"
         return "other_router" if self.lifecycle.is_remote(request_id) else "unknown"
 

@@ -110,7 +110,7 @@ class ExtAuthzService:
         if self.salt is not None and (body or http.method not in _BODILESS):
             raise self.salt.refusal("ext_authz")
         if partial:
-            self.metrics.count("dropped", _SERVICE, "partial_body")
+            self.metrics.count("dropped_messages", _SERVICE, "partial_body")
             self._repeated.event("partial_body", _SERVICE, _PARTIAL_BODY)
         if partial or not body:
             if partial or http.method not in _BODILESS:

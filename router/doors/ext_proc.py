@@ -61,7 +61,7 @@ class ExtProcService:
             partial(_Exchange, self),
             pb.ProcessingRequest.FromString,
             pb.ProcessingResponse.SerializeToString,
-            partial(self.dialect.metrics.count, "dropped", SERVICE, "slow_request"),
+            partial(self.dialect.metrics.count, "dropped_messages", SERVICE, "slow_request"),
             opened,
         )
         server.add_exchange(f"/{EXT_PROC_SERVICE}/Process", method)
@@ -232,7 +232,7 @@ class _Exchange(Exchange):
             yield self._error_response(EvictedError())
 
     def _count_dropped(self, reason: str) -> None:
-        self._dialect.metrics.count("dropped", SERVICE, reason)
+        self._dialect.metrics.count("dropped_messages", SERVICE, reason)
 
     def _error_response(self, error: RequestError) -> pb.ProcessingResponse:
         self._dialect.metrics.refused(error)

@@ -241,7 +241,7 @@ class NativeDialect:
         if api.form is BodyForm.VERTEX:
             # The JSON is inside a protobuf message, from which no field can be removed.
             raise refusal(field)
-        self.metrics.count("dropped", SERVICE, "forbidden_field")
+        self.metrics.count("dropped_messages", SERVICE, "forbidden_field")
         return guard.without(body)
 
 

@@ -63,7 +63,8 @@ class Lifecycle:
     _duplicates: DuplicateEnds = field(init=False, default_factory=DuplicateEnds)
 
     def __post_init__(self) -> None:
-        self.outcomes = PodOutcomes(self.failures, partial(self.decision_log.metrics.count, "served"))
+        metrics = self.decision_log.metrics
+        self.outcomes = PodOutcomes(self.failures, partial(metrics.count, "served_requests"))
         self.failures.share = self._share
 
     def forward_to(self, forward: Callable[[RequestReport], None], is_remote: Callable[[str], bool]) -> None:

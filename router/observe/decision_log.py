@@ -87,7 +87,7 @@ class DecisionLog:
 
     def prefill_ended(self, dispatch: Dispatch, source: str, now_s: float) -> None:
         """Record the reported or presumed end of a prefill."""
-        self.metrics.observe("prefill_ends", now_s - dispatch.dispatched_s, source)
+        self.metrics.observe("prefill_end_seconds", now_s - dispatch.dispatched_s, source)
         with self._lock:
             if record := self._record_of(dispatch.request_id, dispatch):
                 record.prefill_end = {"source": source, "after_s": now_s - record.decision.decided_s}
@@ -116,9 +116,9 @@ class DecisionLog:
         """
         if dispatch is not None:
             self.on_end(dispatch.key, cached_tokens, output_tokens)
-            self.metrics.count("ends", source, "failed" if failed else "done")
+            self.metrics.count("request_ends", source, "failed" if failed else "done")
             if late_s is not None:
-                self.metrics.observe("late", late_s, "end", source)
+                self.metrics.observe("told_late_seconds", late_s, "end", source)
         with self._lock:
             record = self._record_of(request_id, dispatch, pod)
             if record is None:
@@ -139,11 +139,11 @@ class DecisionLog:
         # pod are not comparable.
         is_predicted = not decision.degraded and decision.prefill_pod is None and decision.sequences == 1
         if reported is None and is_predicted:
-            self.metrics.count("compared", number=decision.primary.cached_tokens)
-            self.metrics.count("delivered", number=cached_tokens)
+            self.metrics.count("compared_predicted_cached_tokens", number=decision.primary.cached_tokens)
+            self.metrics.count("delivered_cached_tokens", number=cached_tokens)
             model = self.metrics.model_label(decision.model or "")
-            self.metrics.count("told", model, "all", number=decision.prompt_tokens)
-            self.metrics.count("told", model, "cached", number=cached_tokens)
+            self.metrics.count("told_prompt_tokens", model, "all", number=decision.prompt_tokens)
+            self.metrics.count("told_prompt_tokens", model, "cached", number=cached_tokens)
 
     def prefix_broke(self, request_id: str, record: dict[str, Any]) -> None:
         """Record where a decision's prompt left the last one of its session."""
@@ -153,7 +153,7 @@ class DecisionLog:
 
     def reported_late(self, event: str, source: str, late_s: float) -> None:
         """Record the seconds between the first report of an event and this source's."""
-        self.metrics.observe("late", late_s, event, source)
+        self.metrics.observe("told_late_seconds", late_s, event, source)
 
     def latest(self, count: int, *, pods_max: int = _PODS_MAX) -> list[dict[str, Any]]:
         """Return the latest `count` decisions, newest first; fewer if they have over `pods_max` pods."""

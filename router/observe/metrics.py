@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from common.counters import BatchedCounter, BatchedMetrics
+from common.counters import BatchedMetrics
 from indexer import Cause
 from router.errors import RequestError
 from router.inflight.ledger import Ledger
@@ -34,100 +34,69 @@ _TTFT_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.
 _STREAM_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 120, 300, 600)
 _TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _MODEL_LABELS = ("model_name", "target_model_name", "fairness_id", "priority")
-
-_PARTS, _SOURCES = ("model", "part"), ("model", "source")
+_ATTEMPT_LABELS = ("status", "target_model_name", "endpoint_name", "namespace", "port")
 
 _EPP, _OURS = "llm_d_epp_", "kvroute_router_"
 
-# By name in this module: name of the metric, help text, labels.
-_COUNTERS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
-    "requests": (_EPP + "request_total", "Requests routed to a pod.", _MODEL_LABELS),
-    "errors": (
-        _EPP + "request_error_total",
-        "Requests answered with an error.",
-        (*_MODEL_LABELS, "error_code"),
-    ),
-    "attempts": (
-        _EPP + "scheduler_attempts_total",
-        "Picks by outcome.",
-        ("status", "target_model_name", "endpoint_name", "namespace", "port"),
-    ),
-    "picks": (
-        _OURS + "picks_total",
-        "Picks; `degraded` is the reason why the cache view was not used.",
-        ("degraded",),
-    ),
-    "partial": (
-        _OURS + "partial_prompts_total",
+# Help text and labels by name, without `_OURS` and `_total`.
+_COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "llm_d_epp_request": ("Requests routed to a pod.", _MODEL_LABELS),
+    "llm_d_epp_request_error": ("Requests answered with an error.", (*_MODEL_LABELS, "error_code")),
+    "llm_d_epp_scheduler_attempts": ("Picks by outcome.", _ATTEMPT_LABELS),
+    "picks": ("Picks; `degraded` is the reason why the cache view was not used.", ("degraded",)),
+    "partial_prompts": (
         "Picks by the first part of a prompt; `partial` is the reason why the rest is unknown.",
         ("partial",),
     ),
-    "predicted": (_OURS + "predicted_cached_tokens_total", "Cached tokens predicted on the picked pod.", ()),
-    "best": (_OURS + "best_cached_tokens_total", "Most cached tokens on any candidate.", ()),
-    "tokens": (
-        _OURS + "prompt_tokens_total",
+    "predicted_cached_tokens": ("Cached tokens predicted on the picked pod.", ()),
+    "best_cached_tokens": ("Most cached tokens on any candidate.", ()),
+    "prompt_tokens": (
         "Prompt tokens by the cause why they are served from the cache (hit) or computed.",
         ("model", "cause"),
     ),
-    "compared": (
-        _OURS + "compared_predicted_cached_tokens_total",
+    "compared_predicted_cached_tokens": (
         "Predicted cached tokens of requests whose cached tokens were reported.",
         (),
     ),
-    "delivered": (_OURS + "delivered_cached_tokens_total", "Cached tokens reported by the pods.", ()),
-    "told": (_OURS + "told_prompt_tokens_total", "Prompt tokens of these requests: all, cached.", _PARTS),
-    "breaks": (_OURS + "prefix_breaks_total", "Prompts that left their session's last one.", _PARTS),
-    "lost": (_OURS + "prefix_break_lost_tokens_total", "Tokens not cached for these breaks.", _PARTS),
-    "sources": (_OURS + "served_prompt_tokens_total", "Prompt tokens by what served them.", _SOURCES),
-    "policy_tokens": (_OURS + "policy_computed_tokens_total", "Tokens computed, estimated.", ("policy",)),
-    "policy_s": (_OURS + "policy_prefill_seconds_total", "Seconds of their prefill, estimated.", ("policy",)),
-    "unanalysed": (_OURS + "analysis_dropped_total", "Requests left out: busy, large, failed.", ("reason",)),
-    "ends": (_OURS + "request_ends_total", "Ended requests by source of the report.", ("source", "outcome")),
-    "stateful": (
-        _OURS + "stateful_requests_total",
+    "delivered_cached_tokens": ("Cached tokens reported by the pods.", ()),
+    "told_prompt_tokens": ("Prompt tokens of these requests: all, cached.", ("model", "part")),
+    "prefix_breaks": ("Prompts that left their session's last one.", ("model", "part")),
+    "prefix_break_lost_tokens": ("Tokens not cached for these breaks.", ("model", "part")),
+    "served_prompt_tokens": ("Prompt tokens by what served them.", ("model", "source")),
+    "policy_computed_tokens": ("Tokens computed, estimated.", ("policy",)),
+    "policy_prefill_seconds": ("Seconds of their prefill, estimated.", ("policy",)),
+    "analysis_dropped": ("Requests left out: busy, large, failed.", ("reason",)),
+    "request_ends": ("Ended requests by source of the report.", ("source", "outcome")),
+    "stateful_requests": (
         "Requests that name a stored response, conversation or file, by what is known of its pod.",
         ("outcome",),
     ),
-    "dropped": (
-        _OURS + "dropped_messages_total",
-        "Invalid messages that were dropped.",
-        ("door", "reason"),
-    ),
-    "served": (
-        _OURS + "served_requests_total",
+    "dropped_messages": ("Invalid messages that were dropped.", ("door", "reason")),
+    "served_requests": (
         "Requests by whether the picked pod served them, from Envoy's access log.",
         ("outcome",),
     ),
-    "usage": (
-        _OURS + "response_usage_total",
+    "response_usage": (
         "Responses by whether they told their cached tokens, from Envoy's access log.",
         ("outcome",),
     ),
-    "logged": (_OURS + "access_log_entries_total", "Access log entries by matched request.", ("join",)),
+    "access_log_entries": ("Access log entries by matched request.", ("join",)),
 }
 # Like `_COUNTERS`, with the buckets before the labels.
-_HISTOGRAMS: Mapping[str, tuple[str, str, tuple[float, ...], tuple[str, ...]]] = {
-    "picking": (
-        _EPP + "scheduler_e2e_duration_seconds",
-        "Seconds from a parsed request to its pick.",
-        _SECONDS,
-        (),
-    ),
-    "input": (_EPP + "request_input_tokens", "Prompt tokens.", _TOKENS, _MODEL_LABELS),
-    "prefill_ends": (
-        _OURS + "prefill_end_seconds",
+_HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...], tuple[str, ...]]] = {
+    "llm_d_epp_scheduler_e2e_duration_seconds": ("Seconds from a parsed request to its pick.", _SECONDS, ()),
+    "llm_d_epp_request_input_tokens": ("Prompt tokens.", _TOKENS, _MODEL_LABELS),
+    "prefill_end_seconds": (
         "Seconds from dispatch to end of prefill by source; a request that timed out may be reported again.",
         _TTFT_SECONDS,
         ("source",),
     ),
-    "rendered": (
-        _OURS + "render_seconds",
+    "render_seconds": (
         "Seconds for which a pod or server renders a prompt, by outcome: ok, late, failed.",
         _TTFT_SECONDS,
         ("outcome",),
     ),
-    "late": (
-        _OURS + "told_late_seconds",
+    "told_late_seconds": (
         "Delay of a report in seconds: since the event if known, else since the first report of it.",
         _TTFT_SECONDS,
         ("event", "source"),
@@ -145,16 +114,20 @@ _ALIASES = {
 }
 
 
+def _full(name: str) -> str:
+    return name if name.startswith(_EPP) else _OURS + name
+
+
 class RouterMetrics:
     """All counters and histograms of one router."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         make = BatchedMetrics(registry)
         self._lock = make.lock
-        self._counters = {name: make.counter(*metric) for name, metric in _COUNTERS.items()}
-        self._histograms = {name: make.histogram(*metric) for name, metric in _HISTOGRAMS.items()}
+        self._counters = {name: make.counter(_full(name), *facts) for name, facts in _COUNTERS.items()}
+        self._histograms = {name: make.histogram(_full(name), *facts) for name, facts in _HISTOGRAMS.items()}
         self._open = Gauge(_OURS + "open_requests", "Requests in a service.", ("door",), registry=registry)
-        registry.register(_CeilingCollector(self._counters["tokens"]))
+        registry.register(_CeilingCollector(self))
         self.collectors: Sequence[Collector] = (*self._counters.values(), *self._histograms.values())
         self._models: set[str] = set()  # names in labels
         self._pods: frozenset[str] | None = None
@@ -163,29 +136,30 @@ class RouterMetrics:
         """Count a pick that took `took_s` seconds; the decision is None if it failed."""
         if decision is None:
             with self._lock:
-                self._counters["attempts"].add(("failure", "", "", "", ""))
-                self._histograms["picking"].observe(took_s)
+                self._counters["llm_d_epp_scheduler_attempts"].add(("failure", "", "", "", ""))
+                self._histograms["llm_d_epp_scheduler_e2e_duration_seconds"].observe(took_s)
             return
         best, client, count = decision.primary, decision.client_model, self._counters
+        attempts = count["llm_d_epp_scheduler_attempts"]
         model = self.model_label(decision.model or "")
         named = model if client is None else self.model_label(client)
         labels = named, model, "", str(decision.priority)
         with self._lock:
-            self._histograms["picking"].observe(took_s)
-            count["requests"].add(labels)
+            self._histograms["llm_d_epp_scheduler_e2e_duration_seconds"].observe(took_s)
+            count["llm_d_epp_request"].add(labels)
             count["picks"].add((decision.degraded or "",))
             if decision.partial is not None:
-                count["partial"].add((decision.partial,))
-            add_tokens = count["tokens"].add
+                count["partial_prompts"].add((decision.partial,))
+            add_tokens = count["prompt_tokens"].add
             for cause, tokens in decision.ranked.causes.tokens.items():
                 add_tokens((model, cause), tokens)
             # A pick made before the pod's removal must not recreate the pod's series.
             if self._pods is None or best.pod in self._pods:
-                count["attempts"].add(("success", model, best.pod, "", best.pod.rpartition(":")[2]))
+                attempts.add(("success", model, best.pod, "", best.pod.rpartition(":")[2]))
             if decision.degraded is None:
-                self._histograms["input"].observe(decision.prompt_tokens, labels)
-                count["predicted"].add((), best.cached_tokens)
-                count["best"].add((), decision.ranked.most_cached_tokens)
+                self._histograms["llm_d_epp_request_input_tokens"].observe(decision.prompt_tokens, labels)
+                count["predicted_cached_tokens"].add((), best.cached_tokens)
+                count["best_cached_tokens"].add((), decision.ranked.most_cached_tokens)
 
     def model_label(self, model: str) -> str:
         """Return a model's name; "other" for a long one, and for all but the first names."""
@@ -205,11 +179,11 @@ class RouterMetrics:
     def refused(self, error: RequestError) -> None:
         """Count an error response, without the model's name: clients could create any number of series."""
         with self._lock:
-            self._counters["errors"].add(("", "", "", "0", error.error_type))
+            self._counters["llm_d_epp_request_error"].add(("", "", "", "0", error.error_type))
 
     def keep(self, pods: Collection[str]) -> None:
         """Drop the series of all other pods."""
-        self._pods, attempts = frozenset(pods), self._counters["attempts"]
+        self._pods, attempts = frozenset(pods), self._counters["llm_d_epp_scheduler_attempts"]
         with self._lock:
             attempts.drop(
                 [labels for labels in attempts.series() if labels[2] and labels[2] not in self._pods]
@@ -251,14 +225,13 @@ UNCACHEABLE = (Cause.NEVER_CACHED, Cause.PARTIAL_BLOCK, Cause.OTHER_SCOPE)
 class _CeilingCollector(Collector):
     """Share of prompt tokens that caches without limits, shared by all pods, could have served."""
 
-    tokens: BatchedCounter  # by model and cause
+    metrics: RouterMetrics
 
     def collect(self) -> Iterable[Metric]:
         known, uncacheable = Sums[str](), Sums[str]()
-        for sample in (sample for family in self.tokens.collect() for sample in family.samples):
-            model, cause = sample.labels["model"], sample.labels["cause"]
-            known[model] += int(sample.value) * (cause != Cause.UNKNOWN)
-            uncacheable[model] += int(sample.value) * (cause in UNCACHEABLE)
+        for (model, cause), tokens in self.metrics.values("prompt_tokens").items():
+            known[model] += int(tokens) * (cause != Cause.UNKNOWN)
+            uncacheable[model] += int(tokens) * (cause in UNCACHEABLE)
         shares = [([model], 1.0 - uncacheable[model] / tokens) for model, tokens in known.items() if tokens]
         yield gauge(_OURS + "cacheable_ceiling", self.__doc__ or "", ("model",), shares)
 

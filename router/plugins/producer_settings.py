@@ -208,16 +208,21 @@ class TokenSettings(Settings):
             raise ValueError("vllm: excludes udsTokenizerConfig; give one of them")
 
 
-class ModelsSettings(Settings):
-    """Parameters of models-data-source: the pods' /v1/models is always read, without TLS."""
+class _PodPage(Settings):
+    """Page of the pods, which is always read."""
 
     scheme: Literal["http"] = "http"
-    path: Annotated[Any, Meta(description="models are those of /v1/models")] = None
     insecure_skip_verify: Annotated[Any, _PLAINTEXT] = None
     ca_cert_path: Annotated[Any, _PLAINTEXT] = None
     client_cert_path: Annotated[Any, _PLAINTEXT] = None
     client_key_path: Annotated[Any, _PLAINTEXT] = None
     interval: Annotated[Any, Meta(description="--refresh-metrics-interval sets it")] = None
+
+
+class ModelsSettings(_PodPage):
+    """Parameters of models-data-source: the pods' /v1/models is always read, without TLS."""
+
+    path: Annotated[Any, Meta(description="models are those of /v1/models")] = None
 
 
 class _Engine(Settings, forbid_unknown_fields=False):
@@ -232,17 +237,11 @@ class MetricsExtractorSettings(Settings):
     engine_configs: Annotated[tuple[_Engine, ...], _BY_NAMES] = ()
 
 
-class MetricsSettings(Settings):
+class MetricsSettings(_PodPage):
     """Page and port of the pods' load metrics, which are always read."""
 
-    scheme: Literal["http"] = "http"
     path: Text | None = None
     port: Annotated[int, Meta(ge=1, le=65535)] | None = None
-    ca_cert_path: Annotated[Any, _PLAINTEXT] = None
-    client_cert_path: Annotated[Any, _PLAINTEXT] = None
-    client_key_path: Annotated[Any, _PLAINTEXT] = None
-    insecure_skip_verify: Annotated[Any, _PLAINTEXT] = None
-    interval: Annotated[Any, Meta(description="--refresh-metrics-interval sets it")] = None
 
     def __post_init__(self) -> None:
         if self.path is not None and not is_path(self.path):

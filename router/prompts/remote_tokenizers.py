@@ -28,7 +28,7 @@ import urllib3
 from cachetools import TTLCache
 
 from indexer.keys import MultimodalItem
-from router._pb import tokenizer_pb2, tokenizer_pb2_grpc
+from router._pb import tokenizer_pb2
 from router.errors import RequestError, TokenizerUnavailableError
 from router.pods.pod_set import Pod
 from router.prompts.prompt_tokens import MediaFeatures, with_features
@@ -40,6 +40,7 @@ _PATHS = {
     RequestKind.RESPONSES: "/v1/responses/render",
     RequestKind.MESSAGES: "/v1/messages/render",
 }
+SERVICE = "kvroute.v1.Tokenizer"
 # Value of the field `api` of TokenizeRequest, by kind of request.
 APIS = {
     RequestKind.CHAT: tokenizer_pb2.API_CHAT,
@@ -207,9 +208,13 @@ class SidecarTokenizer:
                 ("grpc.use_local_subchannel_pool", 1),
             ],
         )
-        # The generated class has no types.
-        stub: Any = tokenizer_pb2_grpc.TokenizerStub
-        self._tokenize = stub(self._channel).Tokenize
+        # Without types in grpcio.
+        unary: Any = self._channel.unary_unary
+        self._tokenize = unary(
+            f"/{SERVICE}/Tokenize",
+            tokenizer_pb2.TokenizeRequest.SerializeToString,
+            tokenizer_pb2.TokenizeResponse.FromString,
+        )
 
     def prompt_tokens(
         self, request: RouteRequest, context_tokens: int | None, timeout_s: float

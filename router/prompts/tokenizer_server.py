@@ -20,16 +20,14 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from common.flags import CommandParser, bounded, pair
-from router._pb import tokenizer_pb2, tokenizer_pb2_grpc
+from router._pb import tokenizer_pb2
 from router.errors import ConfigError, ListenError, RequestError
-from router.prompts.remote_tokenizers import APIS
+from router.prompts.remote_tokenizers import APIS, SERVICE
 from router.prompts.request import PromptMedia, RouteRequest, read_fields
 from router.prompts.tokenizer_sources import open_tokenizers
 from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
 
 _log = logging.getLogger(__name__)
-
-SERVICE = "kvroute.v1.Tokenizer"
 
 _KINDS = {api: kind for kind, api in APIS.items()}
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -68,9 +66,12 @@ class TokenizerServer:
             maximum_concurrent_rpcs=5 * threads,
         )
         self._health = health.HealthServicer()
-        # The generated function has no types.
-        add_tokenizer: Any = tokenizer_pb2_grpc.add_TokenizerServicer_to_server
-        add_tokenizer(self, self._server)
+        tokenize: Any = grpc.unary_unary_rpc_method_handler(
+            self.tokenize,
+            tokenizer_pb2.TokenizeRequest.FromString,
+            tokenizer_pb2.TokenizeResponse.SerializeToString,
+        )
+        self._server.add_registered_method_handlers(SERVICE, {"Tokenize": tokenize})
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         try:
             self._server.add_insecure_port(f"unix:{path}")
@@ -88,7 +89,7 @@ class TokenizerServer:
         self._server.stop(grace=_STOP_S).wait()
         self._registry.close()
 
-    def Tokenize(  # noqa: N802  (gRPC calls it by the name in the protocol file)
+    def tokenize(
         self, message: tokenizer_pb2.TokenizeRequest, context: grpc.ServicerContext
     ) -> tokenizer_pb2.TokenizeResponse:
         if message.model not in self._models:

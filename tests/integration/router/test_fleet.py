@@ -16,7 +16,6 @@ import trustme
 
 from indexer import IndexerConfig
 from router._pb import endpoint_picker_pb2 as pb
-from router._pb import endpoint_picker_pb2_grpc as pb_grpc
 from router.app.server import RouterServer
 from router.app.tls import TlsOptions
 from router.feedback.outcomes import ACCESS_LOG
@@ -33,6 +32,7 @@ from tests.support.router.server import (
     running_router,
     write_pods,
 )
+from tests.support.stubs import picker_stub
 
 SEED = 7
 # Engines with so many requests: the lost-end detection removes none of a test's, however long it takes.
@@ -172,7 +172,7 @@ def test_outcome_reported_to_the_other_router_counts(tmp_path: Path) -> None:
         pod = pick(first, "a", "hello")
         await_work(second, 1)
         with grpc.insecure_channel(f"{HERE}:{second.ports['grpc']}") as channel:
-            report = pb_grpc.EndpointPickerStub(channel).ReportOutcome
+            report = picker_stub(channel).ReportOutcome
             outcome = pb.ReportOutcomeRequest
             for event in (outcome.OUTCOME_FIRST_TOKEN, outcome.OUTCOME_DONE):
                 reply = report(outcome(request_id="a", address=pod, outcome=event), timeout=60)

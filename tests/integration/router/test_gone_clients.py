@@ -11,10 +11,11 @@ import pytest
 from envoy.service.auth.v3 import external_auth_pb2, external_auth_pb2_grpc
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc
 
-from router._pb import endpoint_picker_pb2, endpoint_picker_pb2_grpc
+from router._pb import endpoint_picker_pb2
 from tests.support.router.doors import TIMEOUT_S, Stream, body, headers, wait_until
 from tests.support.router.hermetic import Scene, pod, scene, waiting
 from tests.support.router.server import get
+from tests.support.stubs import picker_stub
 
 _CONFIG = {"apiVersion": "llm-d.ai/v1alpha1", "kind": "EndpointPickerConfig", "featureGates": ["flowControl"]}
 # The pod reports that it is saturated.
@@ -28,7 +29,7 @@ Ask = Callable[[Scene, grpc.Channel], Callable[[], object]]
 
 def by_pick_endpoint(_played: Scene, channel: grpc.Channel) -> Callable[[], object]:
     """Request a pod by PickEndpoint."""
-    stub: Any = endpoint_picker_pb2_grpc.EndpointPickerStub(channel)
+    stub = picker_stub(channel)
     request = endpoint_picker_pb2.PickEndpointRequest(model="m", prompt="p")
     cancel: Callable[[], object] = stub.PickEndpoint.future(request, timeout=TIMEOUT_S).cancel
     return cancel

@@ -15,11 +15,11 @@ import grpc
 import pytest
 
 from router._pb import endpoint_picker_pb2 as pb
-from router._pb import endpoint_picker_pb2_grpc as pb_grpc
 from tests.integration.router.test_engine_watch import pods_file
 from tests.integration.router.test_process import FREE_PORTS, process, run
 from tests.support.indexer.engine_publisher import EnginePublisher, stored, wait_until
 from tests.support.router.server import FakePod, fake_pods
+from tests.support.stubs import picker_stub
 
 MODEL = "kvroute-tiny"
 BLOCKS = 5
@@ -82,7 +82,7 @@ def cached_tokens(at: Ports) -> int:
     request = pb.PickEndpointRequest(model=MODEL, token_ids=pb.TokenIds(ids=TOKENS))
     with grpc.insecure_channel(at.peer) as channel:
         try:
-            response = pb_grpc.EndpointPickerStub(channel).PickEndpoint(request, timeout=300)
+            response = picker_stub(channel).PickEndpoint(request, timeout=300)
         except grpc.RpcError:
             return -1
     (endpoint,) = response.endpoints

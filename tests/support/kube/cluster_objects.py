@@ -14,13 +14,13 @@ import grpc
 from envoy.service.ext_proc.v3 import external_processor_pb2_grpc as ext_proc_grpc
 
 from router._pb import endpoint_picker_pb2 as pb
-from router._pb import endpoint_picker_pb2_grpc as pb_grpc
 from router.app.server import RouterServer
 from router.config.kube import LLMD_GROUP, OLD_GROUP, POOL_GROUP, KubeConfig
 from router.pods.kube.problems import Reason
 from tests.support.kube.apiserver import ApiServer
 from tests.support.router.doors import Stream, body, headers, streamed_bytes
 from tests.support.router.server import FakePod, get, running_router
+from tests.support.stubs import picker_stub
 
 SELECTOR = {"app": "llm"}
 POOL = "pool"
@@ -238,7 +238,7 @@ class Picker:
     def __init__(self, router: RouterServer, port: str = "grpc") -> None:
         self._stack = ExitStack()
         self._channel = self._stack.enter_context(grpc.insecure_channel(f"127.0.0.1:{router.ports[port]}"))
-        self._stub = pb_grpc.EndpointPickerStub(self._channel)
+        self._stub = picker_stub(self._channel)
 
     def close(self) -> None:
         """Close the connection."""

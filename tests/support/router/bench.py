@@ -175,7 +175,7 @@ class Bench:
             self.index.settle,
             self.index.cancel_expectation,
             PodFailures(load_table, self._exclude),
-            StatePods(self.pods, lambda outcome: self.metrics.count("stateful", outcome)),
+            StatePods(self.pods, lambda outcome: self.metrics.count("stateful_requests", outcome)),
         )
         self.scheduler = Scheduler(
             load_table,

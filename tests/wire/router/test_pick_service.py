@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from router._pb import endpoint_picker_pb2 as pb
-from router._pb import endpoint_picker_pb2_grpc as pb_grpc
 from router.doors.pick import route_request
 from router.errors import RequestError
 from tests.support.router.bench import TINY, TOKENIZER, Bench, long_text, ready_pod
 from tests.support.router.doors import TIMEOUT_S, ServedBench, serving
+from tests.support.stubs import picker_stub
 
 pytestmark = pytest.mark.usefixtures("each_transport")
 
@@ -28,14 +28,14 @@ OUTCOME = pb.ReportOutcomeRequest
 
 def pick(served: ServedBench, **fields: Any) -> pb.PickEndpointResponse:
     """Call PickEndpoint."""
-    stub: Any = pb_grpc.EndpointPickerStub(served.channel)
+    stub = picker_stub(served.channel)
     answer: pb.PickEndpointResponse = stub.PickEndpoint(pb.PickEndpointRequest(**fields), timeout=TIMEOUT_S)
     return answer
 
 
 def report(served: ServedBench, request_id: str, outcome: OUTCOME.Outcome, **fields: Any) -> bool:
     """Call ReportOutcome; return whether the request is known."""
-    stub: Any = pb_grpc.EndpointPickerStub(served.channel)
+    stub = picker_stub(served.channel)
     request = OUTCOME(request_id=request_id, outcome=outcome, **fields)
     return bool(stub.ReportOutcome(request, timeout=TIMEOUT_S).known)
 

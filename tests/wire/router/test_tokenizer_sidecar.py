@@ -15,14 +15,16 @@ import msgspec
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from router._pb import tokenizer_pb2, tokenizer_pb2_grpc
+from router._pb import tokenizer_pb2
 from router.errors import ConfigError, ListenError, RequestError
 from router.prompts.parsers import OWN_PARSERS
+from router.prompts.remote_tokenizers import SERVICE
 from router.prompts.request import PromptTokens, RequestKind, RouteRequest
-from router.prompts.tokenizer_server import SERVICE, TokenizerServer
+from router.prompts.tokenizer_server import TokenizerServer
 from router.prompts.tokenizer_sources import open_tokenizers
 from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
 from tests.support.router.bench import TOKENIZER, completion
+from tests.support.stubs import tokenizer_stub
 from tests.support.tokenization.images import image_part, write_model
 from tokenization import TINY_DIRECTORY
 from tokenization.apis.anthropic import messages_as_chat
@@ -138,7 +140,7 @@ def test_images_are_passed_on_with_their_hashes(socket: Path, tmp_path: Path) ->
     with grpc.insecure_channel(f"unix:{socket}") as channel:
         body = msgspec.json.encode(request.body)
         message = tokenizer_pb2.TokenizeRequest(model=MODEL, api=tokenizer_pb2.API_CHAT, body=body)
-        older = tokenizer_pb2_grpc.TokenizerStub(channel).Tokenize(message, timeout=DEADLINE_S)
+        older = tokenizer_stub(channel).Tokenize(message, timeout=DEADLINE_S)
     sidecar.close()
     served.close()
     (ids,), (items,) = here.prompts, here.media
@@ -166,12 +168,12 @@ def test_a_restart_affects_only_requests_meanwhile(registry: TokenizerRegistry, 
 class HeldServer(TokenizerServer):
     """Server that answers only when released."""
 
-    def Tokenize(  # noqa: N802
+    def tokenize(
         self, message: tokenizer_pb2.TokenizeRequest, context: grpc.ServicerContext
     ) -> tokenizer_pb2.TokenizeResponse:
         """Wait, then answer."""
         assert self.go.wait(300)
-        return super().Tokenize(message, context)
+        return super().tokenize(message, context)
 
 
 def test_a_late_response_is_a_deadline(socket: Path) -> None:
@@ -207,7 +209,7 @@ def test_health_is_served(socket: Path) -> None:
 def test_a_hostile_call_is_rejected(socket: Path, api: int, body: bytes) -> None:
     """A call that is no request of a known API is INVALID_ARGUMENT, and the next call is served."""
     with grpc.insecure_channel(f"unix:{socket}") as channel:
-        stub = tokenizer_pb2_grpc.TokenizerStub(channel)
+        stub = tokenizer_stub(channel)
         with pytest.raises(grpc.RpcError) as caught:
             stub.Tokenize(tokenizer_pb2.TokenizeRequest(model=MODEL, api=api, body=body), timeout=300)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -34,7 +34,7 @@ def test_the_funnel_narrows_and_sums_up(counted: list[tuple[str, str, int]]) -> 
     """For any counts, stages never grow, begin with all known tokens and end with the predicted hits."""
     metrics, sums = RouterMetrics(CollectorRegistry()), Counter[tuple[str, str]]()
     for model, cause, tokens in counted:
-        metrics.count("tokens", model, cause, number=tokens)
+        metrics.count("prompt_tokens", model, cause, number=tokens)
         sums[model, cause] += tokens
     page = funnel(metrics)
     assert {(model, cause): n for model, each in page["causes"].items() for cause, n in each.items()} == sums

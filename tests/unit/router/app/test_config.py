@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from indexer import ConfigError as IndexerConfigError
 from kvroute import cli
 from router.app.config import RouterConfig, parse_flags
-from router.config.fields import seconds
-from router.config.picker_file import read_config
+from router.config.fields import read_text, seconds
+from router.config.picker_file import parse_config
 from router.errors import ConfigError
 
 PODS = ["--pods-file", "/pods.yaml"]
@@ -233,7 +233,7 @@ def test_an_invalid_configuration_is_rejected_with_file_line_and_field(
     path = tmp_path / "config.yaml"
     path.write_text(GOOD.replace(old, new))
     with pytest.raises(ConfigError, match=rf"config\.yaml.*{complaint}"):
-        assert read_config(path).discovery is None
+        assert parse_config(read_text(path), str(path)).discovery is None
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_recursive_or_deep_yaml_is_rejected(tmp_path: Path, value: str) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(GOOD.partition("plugins:")[0] + f"plugins: {value}\n")
     with pytest.raises(ConfigError, match=r"config\.yaml"):
-        read_config(path)
+        parse_config(read_text(path), str(path))
 
 
 @given(st.text(max_size=80))
@@ -257,7 +257,7 @@ def test_any_configuration_text_is_parsed_or_rejected(
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     with pytest.raises(ConfigError):
-        read_config(path)
+        parse_config(read_text(path), str(path))
 
 
 @pytest.mark.parametrize(
