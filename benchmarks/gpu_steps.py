@@ -27,13 +27,16 @@ from benchmarks.engine_load import BLOCK_TOKENS, Load, Target, blocks_of
 from benchmarks.report import Figure
 from benchmarks.roofs import measured_roof, roof_of
 from model_server.attention import KvLayout, Span, new_attention
-from model_server.config import EngineConfig, ServeOptions
+from model_server.config import ServeOptions
 from model_server.openai.api_server import load_tokenizer
 from model_server.openai.app import Server
 from model_server.shapes.shape import AttentionShape, single_group
 
 _ROUNDS = 5
-_CONTRACT = "tests/unit/model_server/attention -k cuda -q -n 0 -p no:cacheprovider"
+_CONTRACT = (
+    "tests/unit/model_server/attention/test_contract.py tests/unit/model_server/attention/test_kv_entries.py "
+    "-q -n 0 -p no:cacheprovider"
+)
 _HEADS, _KV_HEADS, _HEAD_DIM = 32, 8, 128  # Llama-3.1-8B's
 _CACHE_BYTES = 1 << 28  # each round reads at least this much KV, more than a GPU's L2 cache
 _BUCKETS = tuple(1 << power for power in range(9))
@@ -143,10 +146,8 @@ def buckets(target: Target) -> Iterator[Figure]:
     """Yield the time of a decode step for each batch size of a CUDA graph, with graphs and without."""
     batches = _BUCKETS[: target.size(len(_BUCKETS), 2)]
     yield from roofline.decode(target, _rounds(target), batches=batches, context_tokens=256, label="graphs_")
-    # The setting is younger than this benchmark.
-    if "enforce_eager" in EngineConfig.__dataclass_fields__:
-        eager = {"label": "eager_", "enforce_eager": True}
-        yield from roofline.decode(target, _rounds(target), batches=batches, context_tokens=256, **eager)
+    eager = {"label": "eager_", "enforce_eager": True}
+    yield from roofline.decode(target, _rounds(target), batches=batches, context_tokens=256, **eager)
 
 
 def store(target: Target) -> Iterator[Figure]:

@@ -324,13 +324,13 @@ class KVCache:
 
     def __init__(self, config: EngineConfig, memory: CacheMemory, max_model_len: int) -> None:
         assert config.gpu_blocks is not None, "the number of blocks is still to be found"
-        self.event_builder = KVEventBuilder(memory.kv_groups, config.block_tokens)
-        self.block_pool = BlockPool(config.gpu_blocks, self.event_builder)
         gib = config.cpu_gib
         host_blocks = config.cpu_blocks if gib is None else int(gib * 2**30) // memory.block_bytes
+        memory.allocate(host_blocks)  # first: too many blocks fail at once there
+        self.event_builder = KVEventBuilder(memory.kv_groups, config.block_tokens)
+        self.block_pool = BlockPool(config.gpu_blocks, self.event_builder)
         self.host_tier = HostTier(host_blocks, self.event_builder, self.block_pool.add_event)
         self.offloading = OffloadingManager(self.block_pool, self.host_tier, memory)
-        memory.allocate(self.host_tier.num_blocks)
         self.manager = KVCacheManager(
             self.block_pool,
             self.offloading,

@@ -35,6 +35,7 @@ class DeviceSample:
     _arrived: torch.cuda.Event | None
     _draw_again: Callable[[Tensor], list[Tensor]]  # takes indices of rows
 
+    @torch.inference_mode()
     def result(self) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Wait for token ids and log probabilities, one per row; the logits must still be there."""
         if self._arrived is not None:
@@ -63,6 +64,7 @@ class DeviceSampler:
         self._params = torch.zeros((len(_COLUMNS), max_rows), dtype=torch.float64, device=device)
         self._token_counts: Tensor | None = None  # int32 [max_rows, vocab_size]
 
+    @torch.inference_mode()
     def launch(
         self, logits: Tensor, rows: Sequence[SamplingRow], counts: Sequence[int | None]
     ) -> DeviceSample:

@@ -139,6 +139,10 @@ kv@$(POD_IP):{{ include "kvroute.models.port" . }}@{{ .Values.modelServers.model
 - name: {{ $name }}
   value: {{ $value }}
 {{- end }}
+{{- else if $models.gpus }}
+# Triton compiles the engine's kernels; the image is read-only.
+- name: TRITON_CACHE_DIR
+  value: /tmp/cache/triton
 {{- end }}
 {{- with $models.env }}
 {{ toYaml . }}

@@ -45,6 +45,8 @@ def drop(engine: EngineCore, request: Request, group: int) -> None:
     used = {block for table in request.block_ids for block in table}
     unused = next(block for block in range(engine.stats().total_blocks) if block not in used)
     request.block_tables[group].block_ids[BLOCK_INDEX] = unused
+    # Other tables than before, as after a preemption, are sent to the model anew.
+    request.block_tables = [*request.block_tables]
 
 
 DAMAGES: dict[str, Damage] = {

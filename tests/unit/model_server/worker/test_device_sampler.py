@@ -124,6 +124,16 @@ def test_a_step_that_is_sampled_again_gives_the_same_tokens() -> None:
         assert sampler.launch(logits.clone(), [row], [None]).result()[0] == sample(logits.clone(), [row])
 
 
+def test_results_of_inference_mode_are_read_outside_it() -> None:
+    """Logits of inference mode can be sampled outside it, even where the draw is repeated for the result."""
+    row = SamplingRow(SamplingParams(max_tokens=1, top_k=257, frequency_penalty=1.0), 1, 1, token_ids=[4, 5])
+    with torch.inference_mode():
+        sampler = DeviceSampler(1, VOCAB_SIZE, CPU)
+        logits = torch.zeros(1, VOCAB_SIZE)
+    wanted = sample(torch.zeros(1, VOCAB_SIZE), [row])
+    assert sampler.launch(logits, [row], [None]).result()[0] == wanted
+
+
 def test_nan_logits_give_a_valid_token() -> None:
     """NaN logits still give a token within the vocabulary."""
     kinds = ({"temperature": 0.0, "logprobs": 1}, {}, {"top_k": 3}, {"top_p": 0.5})
