@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass, replace
 from functools import partial
 
 from common.flags import CommandParser, add_flags, flag, positive
-from model_server.config import DType, KvCacheDType
+from model_server.config import DType, EngineConfig, KvCacheDType
 from model_server.errors import CapacityError, ConfigError, ModelError
 from model_server.shapes.deployment import (
     DEFAULT_RESERVE_BYTES,
@@ -69,7 +69,7 @@ class _ModelFlags:
     max_num_batched_tokens: int = _model_flag(
         "--max-num-batched-tokens",
         positive,
-        2048,
+        EngineConfig(device="cuda").max_num_batched_tokens,
         "token budget of one step, which bounds the KV of sliding windows",
     )
 

@@ -1,6 +1,6 @@
 """Capacity plan of one model on one GPU model.
 
-Speeds are upper bounds (roofline), not forecasts: a step reads all weights once and computes at peak speed.
+Speeds are upper bounds (roofline), not forecasts: a step reads the weights once and computes at peak speed.
 Communication between GPUs is not included.
 """
 
@@ -147,7 +147,7 @@ def make_plan(
 
 def decode_step(deployment: Deployment, gpu: Gpu, batch: int, context_tokens: int) -> DecodeStep:
     """Return the decode step of a batch of sequences with `context_tokens` tokens each."""
-    weights_s = deployment.gpu_weights_bytes / gpu.memory_bytes_per_s
+    weights_s = deployment.gpu_read_weights_bytes / gpu.memory_bytes_per_s
     kv_s = batch * deployment.gpu_kv_read_bytes(context_tokens) / gpu.memory_bytes_per_s
     flops = batch * deployment.decode_flops(context_tokens) / deployment.tensor_parallel
     compute_s = flops / gpu.flops_per_s
@@ -169,7 +169,7 @@ def _batches(most: int, asked: int | None) -> Iterator[int]:
 def prefill_s(deployment: Deployment, gpu: Gpu, tokens: int) -> float:
     """Return the seconds to prefill an uncached prompt."""
     compute_s = deployment.prefill_flops(tokens) / deployment.tensor_parallel / gpu.flops_per_s
-    return max(compute_s, deployment.gpu_weights_bytes / gpu.memory_bytes_per_s)
+    return max(compute_s, deployment.gpu_read_weights_bytes / gpu.memory_bytes_per_s)
 
 
 def _advised(fitting: Sequence[Pool]) -> Pool | None:

@@ -76,6 +76,7 @@ class EngineCore:
         )
         self._rate = PrefillRate()
         self.is_sleeping = False  # whether KV memory is released and no step runs
+        self.freed_bytes = 0  # bytes that the last sleep gave back
         self._arrival_indices = itertools.count()
         self._seeds = random.Random(config.seed)
         self._wake = threading.Condition()  # guards the next four fields
@@ -371,7 +372,8 @@ class EngineCore:
         if self.is_sleeping or not self._reset_kv_cache():
             return self.is_sleeping
         self.is_sleeping = True
-        logger.info("asleep: %s given back; the weights stay", size_text(self.executor.free()))
+        self.freed_bytes = self.executor.free()
+        logger.info("asleep: %s given back; the weights stay", size_text(self.freed_bytes))
         return True
 
     def _wake_up(self) -> bool:

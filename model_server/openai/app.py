@@ -287,10 +287,10 @@ class Server:
         return json_response({"success": await self._in_thread(self.engine.reset_prefix_cache)})
 
     async def _sleep(self, _: Request) -> Response:
-        """Free the memory of the KV pool."""
+        """Free the memory of the KV cache and return its bytes; the weights stay."""
         if not await self._in_thread(self.engine.sleep):
             raise ApiError(409, "requests are running; the engine sleeps only when it is idle")
-        return Response()
+        return json_response({"freed_bytes": self.engine.freed_bytes})
 
     async def _wake_up(self, _: Request) -> Response:
         """Allocate the KV pool again, empty. Does nothing while the engine is awake."""

@@ -58,6 +58,12 @@ class Deployment:
         part = replace(model_rank.part_of(self.shape), vocab_size=model_rank.vocabulary_rows(self.shape))
         return _parameters(part) * self.weight_bytes
 
+    @property
+    def gpu_read_weights_bytes(self) -> int:
+        """Bytes of weights that a step reads on each GPU: of an untied input embedding only single rows."""
+        rows = ModelRank(0, self.tensor_parallel).vocabulary_rows(self.shape)
+        return self.gpu_weights_bytes - self._looked_up(rows) * self.weight_bytes
+
     @cached_property
     def groups(self) -> tuple[KvGroupSpec, ...]:
         """KV cache groups: layers that share a block table, as in the engine."""
@@ -106,17 +112,26 @@ class Deployment:
 
     def decode_flops(self, context_tokens: int) -> float:
         """Return the operations to decode one token of a sequence, on all GPUs together."""
-        return 2.0 * self.parameters + self._flops_per_pair * sum(self._attended(context_tokens))
+        return 2.0 * self._multiplied + self._flops_per_pair * sum(self._attended(context_tokens))
 
     def prefill_flops(self, tokens: int) -> float:
         """Return the operations to prefill an uncached prompt, on all GPUs together."""
         # The first tokens attend to all before them, the others to a whole window.
         pairs = sum(many * (many + 1) / 2 + (tokens - many) * many for many in self._attended(tokens))
-        return 2.0 * self.parameters * tokens + self._flops_per_pair * pairs
+        return 2.0 * self._multiplied * tokens + self._flops_per_pair * pairs
 
     def _attended(self, tokens: int) -> list[int]:
         """Return, per layer, the number of tokens that the last of `tokens` tokens attends to."""
         return [tokens if window is None else min(tokens, window) for window in self.shape.windows]
+
+    @property
+    def _multiplied(self) -> int:
+        """Parameters that a token is multiplied by."""
+        return self.parameters - self._looked_up(self.shape.vocab_size)
+
+    def _looked_up(self, rows: int) -> int:
+        """Return the parameters in rows of an input embedding that is not the output matrix, too."""
+        return 0 if self.shape.tied_embeddings else rows * self.shape.hidden
 
     @property
     def _flops_per_pair(self) -> float:

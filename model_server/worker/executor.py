@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from model_server.config import EngineConfig
-from model_server.errors import AdapterError, WorkerError
+from model_server.errors import AdapterError, ConfigError, WorkerError
 from model_server.kv_cache.host_tier import Transfer
 from model_server.kv_cache.request import Request, ScheduledRequest
 from model_server.model.ranks import Ranks
@@ -149,7 +149,7 @@ class Executor:
         """Raise a WorkerError for a lost rank or a device error, other than lack of the device's memory."""
         if isinstance(error, WorkerError):
             raise error
-        is_other = not self.is_async or isinstance(error, torch.OutOfMemoryError | AdapterError)
+        is_other = not self.is_async or isinstance(error, torch.OutOfMemoryError | ConfigError | AdapterError)
         is_named = "CUDA" in str(error) or "cuDNN" in str(error)  # by libraries, Triton and other ranks
         if isinstance(error, torch.AcceleratorError) or (is_named and not is_other):
             self._failure = f"the device failed and does not recover: {error}"

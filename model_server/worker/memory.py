@@ -1,6 +1,6 @@
 """Size of the KV pool: what weights, the largest step and other processes leave of a device's memory."""
 
-import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -9,7 +9,9 @@ import torch
 from model_server.errors import ConfigError
 from model_server.shapes.deployment import size_text
 
-CGROUP = Path("/sys/fs/cgroup")
+MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+# The sampler's peak per logit, beside the logits: counts, penalties, log probabilities, filters.
+SAMPLING_BYTES = 36
 
 
 def pool_blocks(*, usable_bytes: int, taken_bytes: int, block_bytes: int) -> int:
@@ -24,14 +26,27 @@ def pool_blocks(*, usable_bytes: int, taken_bytes: int, block_bytes: int) -> int
     if blocks < 1:
         raise ConfigError(
             f"gpu_memory_utilization leaves {size_text(usable_bytes)}, but weights, the largest step and "
-            f"other processes take {size_text(taken_bytes)}; raise it, or lower max_num_batched_tokens or "
-            "max_num_seqs"
+            f"other processes take {size_text(taken_bytes)}, and one block {size_text(block_bytes)}; raise "
+            "it, or lower max_num_batched_tokens or max_num_seqs"
         )
     return blocks
 
 
-def cuda_bytes(device: torch.device) -> tuple[int, int]:
-    """Return a GPU's total memory, and the bytes that are taken at the peak since its last reset."""
+def peak_cuda_bytes(device: torch.device, step: Callable[[], object]) -> tuple[int, int]:
+    """Run a step; return the GPU's total memory, and the bytes taken at the step's peak.
+
+    Raises:
+        ConfigError: The step does not fit into the memory.
+    """
+    torch.cuda.reset_peak_memory_stats(device)
+    try:
+        step()
+        torch.cuda.synchronize(device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the largest step does not fit into the memory of {device} beside the weights: {error}; lower "
+            "max_num_batched_tokens or max_num_seqs, or raise tensor_parallel_size"
+        ) from error
     free, total = torch.cuda.mem_get_info(device)
     # What torch has reserved but not used is free for the pool; the CUDA context and other processes are not.
     foreign = total - free - torch.cuda.memory_reserved(device)
@@ -39,9 +54,15 @@ def cuda_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def free_host_bytes() -> int:
-    """Return the free memory of this machine, within the limit of its control group."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(OSError, ValueError):  # no Linux, no control group, or one without a limit ("max")
-        limit = int((CGROUP / "memory.max").read_text())
-        free = min(free, limit - int((CGROUP / "memory.current").read_text()))
+    """Return the memory that is free, or in a cache of files, within the limit of the control group."""
+    free = 1024 * _number_of("MemAvailable:", MEMINFO)
+    with suppress(OSError, ValueError):  # no control group, or one without a limit ("max")
+        used = int((CGROUP / "memory.current").read_text())
+        used -= _number_of("inactive_file", CGROUP / "memory.stat")
+        free = min(free, int((CGROUP / "memory.max").read_text()) - used)
     return max(0, free)
+
+
+def _number_of(name: str, path: Path) -> int:
+    """Return the number behind a name in a table of the kernel."""
+    return next(int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith(name))

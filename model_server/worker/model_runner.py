@@ -26,7 +26,7 @@ from model_server.shapes.shape import ModelRank, pool_groups
 from model_server.worker.block_copies import STAGING_BYTES, CompletedTransfer, new_copies
 from model_server.worker.block_tables import BlockTables, SpanNumbers, no_blocks
 from model_server.worker.cuda_graphs import Capture, DecodeGraphs, cuda_capture
-from model_server.worker.memory import cuda_bytes, free_host_bytes, pool_blocks
+from model_server.worker.memory import SAMPLING_BYTES, free_host_bytes, peak_cuda_bytes, pool_blocks
 from model_server.worker.step_arena import StepArena, arena_bytes
 
 
@@ -152,12 +152,8 @@ class ModelRunner:
         assert utilization is not None, "the number of blocks is given"
         taken = 0
         if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            self._run_largest_step()
-            torch.cuda.synchronize(device)
-            total, taken = cuda_bytes(device)
-            # The sampler's counts, and its probabilities beside the logits: 4 bytes each, sorted and not.
-            taken += 20 * self._config.max_num_seqs * self.model.shape.vocab_size
+            total, taken = peak_cuda_bytes(device, self.warm_up)
+            taken += SAMPLING_BYTES * self._config.max_num_seqs * self.model.shape.vocab_size
             if self._config.cpu_blocks or self._config.cpu_gib:
                 taken += STAGING_BYTES
         else:
@@ -185,11 +181,14 @@ class ModelRunner:
                     backend=config.attention_backend,
                 )
             self.copies = new_copies(self.attention.block_tensors(), host_blocks)
+            self._host_blocks = host_blocks
             if self._arena is not None and model.device.type == "cuda":
-                self._run_largest_step()
+                self.warm_up()
                 if not config.enforce_eager:
                     self.capture_graphs(cuda_capture())
         except (RuntimeError, MemoryError) as error:
+            if model.device.type == "cuda" and "out of memory" not in str(error):
+                raise  # the device has failed
             raise ConfigError(
                 f"{model.device} cannot allocate {num_blocks} blocks, and {host_blocks} on the host: {error}"
             ) from error
@@ -197,26 +196,28 @@ class ModelRunner:
     def free(self) -> int:
         """Release both tiers and graphs; return their bytes. No step can run until `allocate`."""
         device = self.model.device
-        before = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-        freed = sum(tensor.nbytes for tensor in self.attention.block_tensors())
+        host_bytes: int = self._host_blocks * self.block_bytes
+        freed: int = sum(tensor.nbytes for tensor in self.attention.block_tensors())
+        before = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
         self.graphs = None
         self.copies.close()
         del self.attention, self.copies
         if device.type == "cuda":
             torch.cuda.empty_cache()
-            freed = torch.cuda.mem_get_info(device)[0] - before
-        return freed
+            freed = before - torch.cuda.memory_reserved(device)
+        return freed + host_bytes
 
     @torch.inference_mode()
-    def _run_largest_step(self) -> None:
-        """Run prefills of as many tokens and sequences as a step may have, without a context."""
+    def warm_up(self) -> None:
+        """Run the largest step: as many tokens and sequences as there may be, all but one or few decoding."""
         tokens, most = self._config.max_num_batched_tokens, self._config.max_num_seqs
-        longest = min(tokens, self.model.shape.max_positions)
-        lengths = [longest] * (tokens // longest)
+        longest = min(tokens - most + 1, self.model.shape.max_positions)
+        prefills = min(most, (tokens - most + 1) // longest)
+        # All write to block 0, which is empty, like all others.
         tables = np.zeros((len(self.kv_groups), longest // self._config.block_tokens + 1), np.int32)
-        spans = [Span(0, length, tables) for length in lengths]
-        rows = np.linspace(0, sum(lengths) - 1, most).astype(np.int32)
-        self._forward([0] * sum(lengths), rows.tolist(), spans)()
+        lengths = [1] * (most - prefills) + [longest] * prefills
+        rows = np.cumsum(lengths) - 1
+        self._forward([0] * sum(lengths), rows.tolist(), [Span(0, length, tables) for length in lengths])()
 
     def bind_thread(self) -> None:
         """Make the model's GPU current on a thread that loads or runs it; GPU 0 is current otherwise."""

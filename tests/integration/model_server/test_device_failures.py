@@ -12,7 +12,8 @@ import urllib3
 from model_server.config import EngineConfig
 from model_server.engine.build import build_engine
 from model_server.engine.core import EngineCore
-from model_server.errors import AdapterError, WorkerError
+from model_server.errors import AdapterError, ConfigError, WorkerError
+from model_server.worker import model_runner
 from tests.integration.model_server.test_engine_model import conversation, generate
 from tests.integration.model_server.test_process import started
 from tests.support.model_server.engine import Outputs, request, run_to_end
@@ -147,6 +148,37 @@ def test_a_device_that_fails_between_two_steps_ends_the_engine(
         with pytest.raises(torch.AcceleratorError):
             engine.wake_up()
         wait_until(lambda: not engine.stats().healthy)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), ConfigError),
+        (torch.AcceleratorError("CUDA error: out of memory"), ConfigError),  # of pinned host memory
+        (torch.AcceleratorError(ILLEGAL), WorkerError),
+        (RuntimeError("Triton Error [CUDA]: misaligned address"), WorkerError),
+    ],
+    ids=str,
+)
+def test_only_a_lack_of_memory_lets_an_engine_wake_up_later(
+    engine: EngineCore, monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception]
+) -> None:
+    """Without memory an engine stays asleep and wakes up once there is some; another error is fatal."""
+
+    def broken(*_: object, **__: object) -> None:
+        raise error
+
+    assert engine.sleep()
+    with monkeypatch.context() as patched:
+        patched.setattr(model_runner, "new_attention", broken)
+        patched.setattr(engine.executor.runner.model, "device", torch.device("cuda"))
+        with pytest.raises(kind) as caught:
+            engine.wake_up()
+        assert str(error) in str(caught.value)
+    if kind is ConfigError:
+        assert engine.is_sleeping
+        assert engine.wake_up()
+        assert generate(engine, conversation()).tokens
 
 
 def test_a_thread_is_bound_to_the_named_gpu(engine: EngineCore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,9 @@ def test_the_page_has_every_part(capsys: pytest.CaptureFixture[str]) -> None:
     assert "  KV pool  53.6  22,726 blocks of 16 tokens" in lines
     assert "      36       1  all tokens      147,456  1.21 GB" in lines
     assert "Concurrency: 44 sequences of 8,192 tokens. Longest single sequence: 40,960 tokens." in lines
-    assert "      1     5.25       190  190.5  weights bandwidth" in lines
-    assert "     10     8.50     1,177  117.7  weights bandwidth" in lines
-    assert "     44    20.76     2,120   48.2  KV bandwidth" in lines
+    assert "      1     4.88       205  205.0  weights bandwidth" in lines
+    assert "     10     8.12     1,231  123.1  weights bandwidth" in lines
+    assert "     44    20.38     2,159   49.1  KV bandwidth" in lines
     assert any(line.startswith("Advice: 1, the smallest that fits") for line in lines)
     assert any(line.startswith("Advice: --preemption-mode swap; ") for line in lines)
     assert all(line == line.rstrip() for line in lines)

@@ -60,7 +60,9 @@ def test_an_engine_that_slept_answers_as_before(server: RunningServer) -> None:
     """Sleep frees the cache, waking up restores service, and both are reported."""
     before = text(server)
     wait_until(server.idle)
-    assert server.admin("POST", "/sleep").status == 200
+    answer = server.admin("POST", "/sleep")
+    assert (answer.status, answer.json()) == (200, {"freed_bytes": server.engine.freed_bytes})
+    assert server.engine.freed_bytes > 0
     assert server.admin("GET", "/is_sleeping").json() == {"is_sleeping": True}
     assert server.get("/health").status == 200
     assert server.admin("POST", "/wake_up").status == 200
