@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
 from benchmarks.report import Figure
 from model_server.requests import SamplingParams
-from model_server.worker.sampler import SamplingRow, sample
+from model_server.worker.sampler import Sampler, SamplingRow
 
 _BATCH = 32
 _VOCABULARY = 151_936
@@ -33,9 +34,13 @@ def measure(rounds: int, clock: Callable[[], float]) -> Iterator[Figure]:
     for spread, deviation in _SPREADS.items():
         logits = deviation * torch.randn((_BATCH, _VOCABULARY), generator=generator)
         for name, params in _SAMPLINGS.items():
-            rows = [SamplingRow(params, seed, 0) for seed in range(_BATCH)]
+            rows = [SamplingRow(params, seed, 0, arrival_index=seed) for seed in range(_BATCH)]
+            used = torch.empty_like(logits)  # sampling modifies it
+            launch = partial(
+                Sampler(_BATCH, _VOCABULARY, torch.device("cpu")).launch, rows=rows, counts=[None] * _BATCH
+            )
             setting = {"batch": _BATCH, "vocabulary": _VOCABULARY}
-            milliseconds = _milliseconds(lambda: sample(logits, rows), rounds, clock)  # noqa: B023
+            milliseconds = _milliseconds(lambda: launch(used.copy_(logits)).result(), rounds, clock)  # noqa: B023
             yield Figure(f"sample_{name}_{spread}_b32_ms", "ms", milliseconds, setting)
         setting = {"batch": _BATCH, "vocabulary": _VOCABULARY}
         milliseconds = _milliseconds(lambda: logits.sort(dim=-1, descending=True), rounds, clock)  # noqa: B023

@@ -32,14 +32,6 @@ def kernel_with_arrays(function: _Kernel) -> _Kernel:
     return _compiled(function, {"_nrt": True})
 
 
-def fastmath_kernel(function: _Kernel) -> _Kernel:
-    """Compile like `kernel`, but without the GIL, for long work that runs under no lock.
-
-    Float sums may be in any order, as vector instructions need.
-    """
-    return _compiled(function, {"nogil": True, "fastmath": {"reassoc", "nsz", "contract"}})
-
-
 def inlined(function: _Kernel) -> _Kernel:
     """Compile a small function into its callers, where passing arrays would cost more than the work."""
     return _compiled(function, {"forceinline": True})

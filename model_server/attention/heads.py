@@ -10,8 +10,7 @@ from torch.nn import functional
 class HeadNorms(NamedTuple):
     """RMS norms of each query and key head."""
 
-    query: Tensor  # [head_dim]
-    key: Tensor  # [head_dim]
+    weights: Tensor  # [2, head_dim]: of queries and of keys
     epsilon: float
     offset: float  # added to the weights
 
@@ -54,7 +53,7 @@ def norm_and_rotate(projected: Tensor, heads: int, norms: HeadNorms | None, rota
         rotation: Angles of the tokens.
     """
     if norms is not None:
-        query = rms_norm(projected[:, :heads], norms.query, norms.epsilon, norms.offset)
-        key = rms_norm(projected[:, heads:], norms.key, norms.epsilon, norms.offset)
-        projected = torch.cat((query, key), dim=1)
+        parts = zip((projected[:, :heads], projected[:, heads:]), norms.weights, strict=True)
+        normed = [rms_norm(part, weight, norms.epsilon, norms.offset) for part, weight in parts]
+        projected = torch.cat(normed, dim=1)
     return rotation.rotate(projected)

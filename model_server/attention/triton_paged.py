@@ -53,7 +53,7 @@ class TritonAttention:
     ) -> None:
         self._pool = (Fp8KvPool if fp8 else KvPool)(shape, layout, dtype, device)
         self._shape = shape
-        self._groups = range(len(layout.groups))
+        self._num_groups = len(layout.groups)
         self._device = device
         self._places = layout.places()
         pool = self._pool
@@ -68,7 +68,7 @@ class TritonAttention:
         contexts = np.fromiter((span.stop for span in spans), np.int32, len(spans))
         singles = int(np.count_nonzero(lengths == 1))
         assert (lengths[:singles] == 1).all(), "single tokens come first"
-        tables = [span.block_tables[group] for group in self._groups for span in spans]
+        tables = [span.block_tables[group] for group in range(self._num_groups) for span in spans]
         sizes = np.fromiter(map(len, tables), np.int32, len(tables))
         positions = upload(positions_of(spans).astype(np.int32))
         starts = upload(np.concatenate(([0], lengths.cumsum())).astype(np.int32))
@@ -79,16 +79,8 @@ class TritonAttention:
         longest = int(lengths.max())
 
         def part(first: int, stop: int, max_query: int) -> list[Sequences]:
-            return [
-                Sequences(
-                    starts[first : stop + 1],
-                    context[first:stop],
-                    table,
-                    table_starts[group, first:stop],
-                    max_query,
-                )
-                for group in self._groups
-            ]
+            shared = starts[first : stop + 1], context[first:stop], table
+            return [Sequences(*shared, of_group[first:stop], max_query) for of_group in table_starts]
 
         return TritonMeta(
             positions=positions,
@@ -108,16 +100,10 @@ class TritonAttention:
         assert isinstance(meta, TritonMeta)
         group, plane = self._places[layer]
         output = torch.empty_like(query)
+        of_layer = self._shape.scale, self._shape.windows[layer]
         for run, sequences in ((run_decodes, meta.decodes[group]), (run_prefills, meta.prefills[group])):
             if len(sequences.contexts):
-                run(
-                    query,
-                    output,
-                    self._planes[plane],
-                    sequences,
-                    self._shape.scale,
-                    self._shape.windows[layer],
-                )
+                run(query, output, self._planes[plane], sequences, *of_layer)
         return output.flatten(1)
 
     def block_tensors(self) -> Sequence[Tensor]:

@@ -26,13 +26,7 @@ from model_server.kv_cache.manager import KVCache
 from model_server.kv_cache.request import Request, ScheduledRequest
 from model_server.kv_events.events import PublishEvents
 from model_server.model.lora import LoraRegistry
-from model_server.requests import (
-    ChosenToken,
-    EngineCoreRequest,
-    EngineStats,
-    FinishReason,
-    check_request,
-)
+from model_server.requests import ChosenToken, EngineCoreRequest, EngineStats, FinishReason, check_request
 from model_server.shapes.deployment import size_text
 from model_server.worker.executor import Executor
 
@@ -53,11 +47,7 @@ class EngineCore:
     """
 
     def __init__(
-        self,
-        config: EngineConfig,
-        executor: Executor,
-        publish: PublishEvents | None,
-        max_model_len: int,
+        self, config: EngineConfig, executor: Executor, publish: PublishEvents | None, max_model_len: int
     ) -> None:
         self.vocab_size = executor.vocab_size  # token ids are below this
         self.max_model_len = max_model_len  # maximum tokens of prompt and output together

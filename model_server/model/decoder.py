@@ -18,14 +18,7 @@ from model_server.attention.heads import HeadNorms, Rotation, rms_norm
 from model_server.model.fused_ops import TORCH_OPS
 from model_server.model.lora import LoraBatch
 from model_server.model.ranks import Ranks
-from model_server.shapes.shape import (
-    DecoderShape,
-    Llama3Scaling,
-    ModelRank,
-    Rope,
-    Shard,
-    YarnScaling,
-)
+from model_server.shapes.shape import DecoderShape, Llama3Scaling, ModelRank, Rope, Shard, YarnScaling
 
 # Number of rows that packing optimizes for. Any number of rows works, but after packing for few rows, oneDNN
 # would compute a single row by another kernel, which rounds differently.
@@ -132,8 +125,7 @@ class DecoderLayer:
         self.attention_norm, self.mlp_norm = empty(shape.hidden), empty(shape.hidden)
         self.head_norms: HeadNorms | None = None
         if shape.head_norms:
-            weights = empty(shape.head_dim), empty(shape.head_dim)
-            self.head_norms = HeadNorms(*weights, shape.norm_epsilon, shape.norm_offset)
+            self.head_norms = HeadNorms(empty(2, shape.head_dim), shape.norm_epsilon, shape.norm_offset)
 
     def weights(self) -> dict[str, Weight]:
         """Return the layer's weights by checkpoint name."""
@@ -146,8 +138,7 @@ class DecoderLayer:
         else:
             norms["post_attention_layernorm"] = self.mlp_input_norm
         if self.head_norms is not None:
-            norms["self_attn.q_norm"] = self.head_norms.query
-            norms["self_attn.k_norm"] = self.head_norms.key
+            norms["self_attn.q_norm"], norms["self_attn.k_norm"] = self.head_norms.weights
         named = {f"{name}.weight": Weight.all_of(norm) for name, norm in norms.items()}
         for name, part in self._parts.items():
             linear, bias = self.projections[part.projection]

@@ -43,14 +43,7 @@ from model_server.openai.http_server import (
 )
 from model_server.openai.metrics import EngineCollector, LoraCollector, RequestMetrics, new_registry
 from model_server.openai.prompts import ServedModel, detokenize, prepare, render, tokenize
-from model_server.openai.types import (
-    Api,
-    ApiError,
-    LoadAdapterBody,
-    UnloadAdapterBody,
-    convert,
-    decode_body,
-)
+from model_server.openai.types import Api, ApiError, LoadAdapterBody, UnloadAdapterBody, convert, decode_body
 from tokenization import PromptTokenizer
 
 _PREPARE_THREADS = 2

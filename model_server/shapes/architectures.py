@@ -8,13 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from model_server.shapes.hf_config import HfConfig
-from model_server.shapes.shape import (
-    Activation,
-    DecoderShape,
-    Llama3Scaling,
-    Rope,
-    YarnScaling,
-)
+from model_server.shapes.shape import Activation, DecoderShape, Llama3Scaling, Rope, YarnScaling
 
 _LAYERS_MAX = 1024
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}

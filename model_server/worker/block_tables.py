@@ -4,7 +4,6 @@ A table grows by one block per sequence every few steps, and has thousands. Bloc
 are not taken back: no token reads them again.
 """
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -78,8 +77,3 @@ class BlockTables:
         if stop > first:
             self._blocks[row, :, first:stop] = [np.asarray(blocks, np.int32) for blocks in added]
         return Span(start, length, self._blocks[row, :, : max(stop, 1)])
-
-
-def no_blocks(num_groups: int) -> list["array[int]"]:
-    """Return tables of one block each, which nothing reads, for the padding of a batch."""
-    return [array("i", [0])] * num_groups

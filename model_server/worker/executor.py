@@ -19,20 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from model_server.config import EngineConfig
 from model_server.errors import AdapterError, ConfigError, WorkerError
 from model_server.kv_cache.host_tier import Transfer
 from model_server.kv_cache.request import Request, ScheduledRequest
 from model_server.model.ranks import Ranks
-from model_server.requests import ChosenToken, LoraRequest, TokenLogprobs
+from model_server.requests import ChosenToken, LoraRequest
 from model_server.shapes.shape import ModelRank
 from model_server.worker.block_copies import CompletedTransfer
 from model_server.worker.block_tables import BlockTableChanges, SpanNumbers
-from model_server.worker.device_sampler import DeviceSampler
 from model_server.worker.model_runner import load_runner
-from model_server.worker.sampler import SamplingRow, argmax_tokens, compute_logprobs, gather_logprobs, sample
+from model_server.worker.sampler import Sampler, SamplingRow
 from model_server.worker.workers import Start, WorkerProcesses
 
 
@@ -72,9 +70,7 @@ class Executor:
         self.is_async = self.runner.attention.is_capturable
         self._failure: str | None = None
         model = self.runner.model
-        self._sampler: DeviceSampler | None = None
-        if self.is_async:
-            self._sampler = DeviceSampler(config.max_num_seqs, model.shape.vocab_size, model.device)
+        self._sampler = Sampler(config.max_num_seqs, model.shape.vocab_size, model.device)
         self.vocab_size = self.runner.model.shape.vocab_size  # token ids are below this
         self.eos_token_ids = self.runner.eos_token_ids  # end-of-sequence tokens
         self.max_positions = self.runner.model.shape.max_positions  # the model's maximum context, in tokens
@@ -94,20 +90,21 @@ class Executor:
         # Decodes first, by context length, so that attention can batch them with little padding.
         ordered = sorted(scheduled, key=lambda item: (item.num_tokens > 1, item.stop))
         unloaded = [self._unloaded.popleft() for _ in range(len(self._unloaded))]
-        sampling = [item.request for item in ordered if item.samples]
+        requests = [item.request for item in ordered if item.samples]
         step = flatten_step(ordered, self._tables)
         logits = self._run_on_all_ranks("execute_model", *step, unloaded)
-        tokens = self._start_sampling(logits, sampling)
-        return lambda: {one.request_id: token for one, token in zip(sampling, tokens(), strict=True)}
-
-    def _start_sampling(self, logits: Tensor, requests: Sequence[Request]) -> Callable[[], list[ChosenToken]]:
-        """Start sampling each request's next token; return a function that waits for the tokens."""
-        if self._sampler is None:
-            return partial(sample_tokens, logits, requests, self.eos_token_ids)
         rows = [_sampling_row(request, self.eos_token_ids) for request in requests]
-        counts = [request.core_request.sampling.logprobs for request in requests]
-        sample = self._sampler.launch(logits, rows, counts)
-        return lambda: _chosen(requests, *sample.result())
+        sample = self._sampler.launch(logits, rows, [row.params.logprobs for row in rows])
+
+        def tokens() -> dict[str, ChosenToken]:
+            token_ids, logprobs = sample.result()
+            for request, token_id in zip(requests, token_ids, strict=True):
+                if request.core_request.constraint is not None:
+                    request.core_request.constraint.consume_token(token_id)
+            names = (request.request_id for request in requests)
+            return dict(zip(names, map(ChosenToken, token_ids, logprobs), strict=True))
+
+        return tokens
 
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
         return self._transfer("store", blocks, slots)
@@ -219,28 +216,6 @@ def flatten_step(
     loras = [item.request.lora_request for item in scheduled]
     lora_ids = [0 if lora is None else lora.lora_id for lora in loras]
     return token_ids, rows, spans, lora_ids if any(lora_ids) else []
-
-
-@torch.inference_mode()
-def sample_tokens(
-    logits: Tensor, requests: Sequence[Request], eos_token_ids: frozenset[int]
-) -> list[ChosenToken]:
-    """Sample each request's next token from logits, float32 [requests, vocab_size], modified in place."""
-    if all(request.is_greedy for request in requests):
-        return list(map(ChosenToken, argmax_tokens(logits)))
-    counts = [request.core_request.sampling.logprobs for request in requests]
-    logprobs = compute_logprobs(logits, counts)
-    tokens = sample(logits, [_sampling_row(request, eos_token_ids) for request in requests])
-    return _chosen(requests, tokens, gather_logprobs(logprobs, counts, tokens))
-
-
-def _chosen(
-    requests: Sequence[Request], tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
-) -> list[ChosenToken]:
-    for request, token in zip(requests, tokens, strict=True):
-        if request.core_request.constraint is not None:
-            request.core_request.constraint.consume_token(token)
-    return list(map(ChosenToken, tokens, logprobs))
 
 
 def _sampling_row(request: Request, eos_token_ids: frozenset[int]) -> SamplingRow:

@@ -11,7 +11,7 @@ from model_server.shapes.deployment import size_text
 
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 # The sampler's peak per logit, beside the logits: counts, penalties, log probabilities, filters.
-SAMPLING_BYTES = 36
+SAMPLING_BYTES = 38
 
 
 def pool_blocks(*, usable_bytes: int, taken_bytes: int, block_bytes: int) -> int:

@@ -24,7 +24,7 @@ from model_server.model.ranks import Ranks
 from model_server.model.weights import LoadedModel, load_adapter, load_checkpoint, load_tiny, torch_device
 from model_server.shapes.shape import ModelRank, pool_groups
 from model_server.worker.block_copies import STAGING_BYTES, CompletedTransfer, new_copies
-from model_server.worker.block_tables import BlockTables, SpanNumbers, no_blocks
+from model_server.worker.block_tables import BlockTables, SpanNumbers
 from model_server.worker.cuda_graphs import Capture, DecodeGraphs, cuda_capture
 from model_server.worker.memory import SAMPLING_BYTES, free_host_bytes, peak_cuda_bytes, pool_blocks
 from model_server.worker.step_arena import StepArena, arena_bytes
@@ -43,7 +43,7 @@ class ModelRunner:
         self._adapters: dict[int, LoraAdapter] = {}
         groups, blocks = len(self.kv_groups), self.model.shape.max_positions // config.block_tokens + 1
         self._tables = BlockTables(groups, config.max_num_seqs, blocks)
-        self._padding = Span(-1, 1, no_blocks(groups))
+        self._padding = Span(-1, 1, np.zeros((groups, 1), np.int32))
         self.graphs: DecodeGraphs | None = None
         self._arena: StepArena | None = None
         self._num_blocks = 0

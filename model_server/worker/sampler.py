@@ -1,14 +1,17 @@
-"""Sampling of the next token of each row from its logits on a CPU, with log probabilities.
+"""Sampling of the next token of each row, without a wait between the logits and the token ids.
 
-Order: penalties, logit biases, bans; then top_k and min_p, and top_p as a fraction of what these two keep.
-Ties go to lower token ids. A row's draw depends only on its seed and position, not on preemption or on the
-rest of the batch. `device_sampler` samples the same tokens on a GPU.
+Order: penalties, logit biases, bans, then the filters. A step's numbers go up in one copy; parameters and
+token counts of requests stay on the device. A row's draw depends only on its seed and position, not on
+preemption or on the rest of the batch.
 """
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,18 +19,29 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model_server.requests import GREEDY_BELOW, SamplingParams, TokenLogprobs
-from model_server.worker.draw import draw, exponentiate
+from model_server.worker.token_filters import (
+    draw_by_rejection,
+    draw_from_all,
+    draw_from_candidates,
+    sample_by_inverse_cdf,
+)
 
 # Higher temperatures are uniform anyway; an infinite one would make a banned token's probability NaN.
 TEMPERATURE_MAX = 1e30
-_CHUNK = 128  # tokens
 # Attempts at rejection sampling for top_p; with usual values a second one is rarely needed.
 ATTEMPTS = 3
 # Probabilities per pass on a CPU. With many more, each of a dozen operations would allocate memory from the
 # operating system, which takes longer than the operation.
 CPU_BATCH_LOGITS = 1 << 20
-# Top tokens to filter; nearly always enough. Sorting the whole vocabulary takes ten times as long.
-CANDIDATES = 256
+_SORTED_ROWS = 16  # rows whose whole vocabulary is sorted at once, which takes 48 bytes per logit
+_PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+_COLUMNS = ("top_k", "top_p", "min_p", "temperature", *_PENALTIES)
+_columns_of = attrgetter(*_COLUMNS)
+# A count is 2 per occurrence in the output, and 1 more for a token of the prompt.
+_IN_PROMPT, _IN_OUTPUT = 1, 2
+_NO_TOKENS = np.zeros((2, 0), np.int64)
+
+Draw = Callable[[Tensor, Tensor, Tensor], Tensor]  # see `token_filters`
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,281 +54,271 @@ class SamplingRow:
     banned: frozenset[int] = frozenset()  # tokens that must not be sampled now
     token_ids: Sequence[int] = ()  # prompt and output tokens; the last `position` are output
     allowed_bits: bytes | None = None  # see `TokenConstraint.compute_bitmask`; None allows all
-    arrival_index: int = 0  # identifies its request; `sample` does not need it
+    arrival_index: int = 0  # identifies its request
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if the largest logit is the token, and no log probability is asked for."""
+        return self.params.is_greedy and self.allowed_bits is None and not self.banned
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    """Sample one token per row of float32 logits [rows, vocab_size] on the CPU, modified in place."""
-    apply_logit_processors(logits, rows)
-    random = [index for index, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
-    tokens = argmax_tokens(logits) if len(random) < len(rows) else [0] * len(rows)
-    at_once = max(1, CPU_BATCH_LOGITS // logits.shape[-1])
-    for first in range(0, len(random), at_once):
-        batch = random[first : first + at_once]
-        # The draw modifies its input; avoid the copy if all rows are drawn.
-        chosen = logits if len(batch) == len(logits) else logits[batch]
-        drawn = _draw(chosen, [rows[index] for index in batch])
-        for index, token in zip(batch, drawn, strict=True):
-            tokens[index] = token
-    return tokens
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Tokens of one step, on their way to the host."""
+
+    _counts: Sequence[int | None]
+    _parts: list[Tensor]  # tokens, -1 where only `_draw_again` can tell, and a table of log probabilities
+    _arrived: torch.cuda.Event | None
+    _draw_again: Callable[[Tensor], list[Tensor]]  # takes indices of rows
+
+    @torch.inference_mode()
+    def result(self) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """Wait for token ids and log probabilities, one per row; the logits must still be there."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        tokens, *tables = self._parts
+        undecided = (tokens < 0).nonzero().flatten()
+        if len(undecided):
+            tokens, *tables = self._draw_again(undecided)
+        lines = (line for table in tables for line in table.tolist())
+        logprobs = [None if count is None else _read_line(next(lines), count) for count in self._counts]
+        return tokens.tolist(), logprobs
 
 
-def argmax_tokens(logits: Tensor) -> list[int]:
-    """Return the token with the largest logit of each row, float32 [rows, vocab_size] on the CPU."""
-    # numpy is ten times as fast as torch here.
-    return [int(token) for token in logits.numpy().argmax(axis=-1).tolist()]
+class Sampler:
+    """Samples batches on one device."""
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        """Allocate the state of `max_rows` requests; token counts only with the first that has penalties.
+
+        Args:
+            max_rows: Rows of the largest batch.
+            vocab_size: Columns of the logits.
+            device: Device of the logits.
+        """
+        self._max_rows, self._vocab_size, self._device = max_rows, vocab_size, device
+        self._rows: dict[int, int] = {}  # rows of the state by arrival index, least recently sampled first
+        self._num_counted = [0] * max_rows  # leading tokens in the counts
+        self._params = torch.zeros((len(_COLUMNS), max_rows), dtype=torch.float64, device=device)
+        self._token_counts: Tensor | None = None  # int32 [max_rows, vocab_size]
+        self._rows_at_once = max(1, CPU_BATCH_LOGITS // vocab_size) if device.type == "cpu" else max_rows
+
+    @torch.inference_mode()
+    def launch(self, logits: Tensor, rows: Sequence[SamplingRow], counts: Sequence[int | None]) -> Sample:
+        """Queue the sampling of one token per row, without waiting for the device.
+
+        Args:
+            logits: float32 [rows, vocab_size], modified in place.
+            rows: State of each row, at most `max_rows`; their `arrival_index` identifies requests.
+            counts: Number of top log probabilities requested per row; None for no log probabilities.
+        """
+        asked = [index for index, count in enumerate(counts) if count is not None]
+        random = [row.params for row in rows if row.params.temperature >= GREEDY_BELOW]
+        if not asked and all(row.is_greedy for row in rows):
+            tokens = _argmax(logits)
+        else:
+            draws, params, asked_at, *changes = self._upload_step(rows, asked)
+            logprobs = logits[asked_at].log_softmax(dim=-1)
+            self._process_logits(logits, params[4:].float(), changes)
+            tokens = _argmax(logits) if len(random) < len(rows) else logits.new_zeros(len(rows)).long()
+            if random:
+                size = self._rows_at_once
+                parts = (logits.split(size), tokens.split(size), params.split(size, 1), draws.split(size, 1))
+                methods = _methods_for(random)
+                tokens = torch.cat([_draw(*part, methods) for part in zip(*parts, strict=True)])
+
+        def results() -> list[Tensor]:
+            if not asked:
+                return [tokens]
+            most = max(count for count in counts if count is not None)
+            return [tokens, _tabulate(logprobs, tokens[asked_at].clamp(min=0), most)]
+
+        def draw_again(undecided: Tensor) -> list[Tensor]:
+            for at in undecided.to(self._device).split(_SORTED_ROWS):
+                tokens[at] = draw_from_all(logits[at], params[:3, at], draws[-1, at])
+            return results()
+
+        is_cuda = self._device.type == "cuda"
+        copies = [
+            torch.empty(part.shape, dtype=part.dtype, pin_memory=is_cuda).copy_(part, non_blocking=True)
+            for part in results()
+        ]
+        arrived = torch.cuda.Event() if is_cuda else None
+        if arrived is not None:
+            arrived.record(torch.cuda.current_stream(self._device))
+        return Sample(counts, copies, arrived, draw_again)
+
+    def _upload_step(self, rows: Sequence[SamplingRow], asked: list[int]) -> list[Tensor]:
+        """Queue the upload of a step's numbers; keep those that stay, and return the others."""
+        at, new = self._assign(rows)
+        columns = [_columns_of(rows[index].params) for index in new]
+        draws, device_at, new_at, new_params, asked_at, *changes = self._upload(
+            uniform_draws([(row.seed, row.position) for row in rows]),
+            np.array(at),
+            np.array([at[index] for index in new], np.int64),
+            np.array(columns, np.float64).reshape(-1, len(_COLUMNS)).T,
+            np.array(asked, np.int64),
+            *self._new_counts(rows, at),
+            _biases_of(rows),
+            *self._bitmasks_of(rows),
+        )
+        self._params.index_copy_(1, new_at, new_params)
+        return [draws, self._params[:, device_at].unsqueeze(-1), asked_at, device_at, *changes]
+
+    def _assign(self, rows: Sequence[SamplingRow]) -> tuple[list[int], list[int]]:
+        """Return each row's row of the state, and the indices of those that are new."""
+        assert len(rows) <= self._max_rows, "a batch has more rows than the sampler was made for"
+        keys = [row.arrival_index for row in rows]
+        self._rows |= {key: self._rows.pop(key) for key in keys if key in self._rows}
+        new = [index for index, key in enumerate(keys) if key not in self._rows]
+        for index in new:
+            is_full = len(self._rows) == self._max_rows
+            at = self._rows.pop(next(iter(self._rows))) if is_full else len(self._rows)
+            self._rows[keys[index]], self._num_counted[at] = at, 0
+        return [self._rows[key] for key in keys], new
+
+    def _new_counts(self, rows: Sequence[SamplingRow], at: Sequence[int]) -> list[NDArray[np.int64]]:
+        """Return rows with penalties, counts to clear, (row, token id) of new prompt and output tokens."""
+        penalised = [index for index, row in enumerate(rows) if row.params.has_penalties]
+        cleared, added = list[int](), ([_NO_TOKENS], [_NO_TOKENS])
+        for index in penalised:
+            row, state = rows[index], at[index]
+            num_counted, num_prompt = self._num_counted[state], len(row.token_ids) - row.position
+            if not 0 < num_counted < len(row.token_ids):
+                num_counted = num_prompt
+                cleared.append(state)
+                added[0].append(_tokens_of(state, row.token_ids[:num_prompt]))
+            added[1].append(_tokens_of(state, row.token_ids[num_counted:]))
+            self._num_counted[state] = len(row.token_ids)
+        tokens = [np.concatenate(part, axis=1) for part in added]
+        return [np.array(penalised, np.int64), np.array(cleared, np.int64), *tokens]
+
+    def _bitmasks_of(self, rows: Sequence[SamplingRow]) -> tuple[NDArray[Any], ...]:
+        """Return the rows with masks of allowed tokens, and the masks, uint8 [those rows, bytes]."""
+        masks = [
+            (index, bits)
+            for index, row in enumerate(rows)
+            for bits in (row.allowed_bits, _pack(row.params.allowed_token_ids))
+            if bits is not None
+        ]
+        packed = np.zeros((len(masks), -(-self._vocab_size // 8)), np.uint8)
+        for line, (_, bits) in zip(packed, masks, strict=True):
+            line[: len(bits)] = np.frombuffer(bits, np.uint8)[: len(line)]
+        return np.array([index for index, _ in masks], np.int64), packed
+
+    def _process_logits(self, logits: Tensor, penalties: Tensor, changes: Sequence[Tensor]) -> None:
+        """Apply penalties, biases, bans and bit masks in place."""
+        at, penalised, cleared, prompt, output, biases, masked, masks = changes
+        if len(penalised):
+            if self._token_counts is None:
+                shape = (self._max_rows, self._vocab_size)
+                self._token_counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
+            counts = self._token_counts.index_fill_(0, cleared, 0)
+            counts.index_put_((prompt[0], prompt[1]), counts.new_full((), _IN_PROMPT))
+            counts.index_put_((output[0], output[1]), counts.new_full((), _IN_OUTPUT), accumulate=True)
+            logits[penalised] = _penalise(logits[penalised], counts[at[penalised]], *penalties[:, penalised])
+        if biases.shape[1]:
+            logits.index_put_((biases[0].long(), biases[1].long()), biases[2].float(), accumulate=True)
+        if len(masked):
+            bits = masks[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=self._device) & 1
+            is_allowed = bits.flatten(1)[:, : self._vocab_size] > 0
+            logits.index_add_(0, masked, torch.where(is_allowed, 0.0, -math.inf))
+
+    def _upload(self, *arrays: NDArray[Any]) -> list[Tensor]:
+        """Queue one copy of arrays to the device."""
+        starts = np.cumsum([0, *(-(-array.nbytes // 8) * 8 for array in arrays)]).tolist()
+        host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+        host_bytes = host.numpy()
+        for start, array in zip(starts, arrays, strict=False):
+            host_bytes[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+        copy = torch.empty(len(host), dtype=torch.uint8, device=self._device).copy_(host, non_blocking=True)
+        kinds = {"f": torch.float64, "i": torch.int64, "u": torch.uint8}
+        return [
+            copy[start : start + array.nbytes].view(kinds[array.dtype.kind]).view(array.shape)
+            for start, array in zip(starts, arrays, strict=False)
+        ]
 
 
-def uniform_draw(seed: int, position: int) -> float:
-    """Return a uniform draw in [0, 1) for one position: a hash, so that no state is needed."""
-    digest = hashlib.blake2b(f"{seed}:{position}".encode(), digest_size=8).digest()
-    # 40 bits: the product with a total always rounds to less than the total.
-    return (int.from_bytes(digest, "big") >> 24) / (1 << 40)
-
-
-def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    """Draw one token per row, replacing the logits by unnormalised probabilities.
-
-    In place, because allocating the memory would take longer than the computation.
-    """
-    tokens = _draw_by_rejection(logits.numpy(), rows)
-    rest = [index for index, token in enumerate(tokens) if token < 0]
-    if rest:
-        drawn = _draw_filtered(logits[rest], [rows[index] for index in rest])
-        for index, token in zip(rest, drawn, strict=True):
-            tokens[index] = token
-    return tokens
-
-
-def _draw_by_rejection(logits: NDArray[np.float32], rows: Sequence[SamplingRow]) -> list[int]:
-    """Draw for rows with top_p alone or no filter; -1 for other rows and after too many rejections."""
-    temperatures = [min(row.params.temperature, TEMPERATURE_MAX) for row in rows]
-    sums = exponentiate(logits, np.array(temperatures, np.float32))
-    top_ps = np.array([row.params.top_p for row in rows])
-    tokens = np.full(len(rows), -1, np.int64)
-    remaining = [index for index, row in enumerate(rows) if num_attempts(row.params)]
-    for attempt in range(ATTEMPTS):
-        if not remaining:
-            break
-        draws = np.array([draw_value(rows[index], attempt) for index in remaining])
-        draw(logits, sums, np.array(remaining, np.int64), draws, top_ps, tokens)
-        remaining = [index for index in remaining if tokens[index] < 0]
-    return [int(token) for token in tokens.tolist()]
-
-
-def num_attempts(params: SamplingParams) -> int:
-    """Return the attempts at rejection sampling: none with top_k or min_p, one without any filter."""
-    return 0 if params.top_k > 0 or params.min_p > 0.0 else 1 if params.top_p >= 1.0 else ATTEMPTS
-
-
-def draw_value(row: SamplingRow, attempt: int) -> float:
-    """Return the uniform draw of one attempt at rejection sampling."""
-    # Seeds have 64 bits, so the seeds of later attempts belong to no other request.
-    return uniform_draw(row.seed + (attempt << 64), row.position)
-
-
-def _draw_filtered(probabilities: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    """Draw one token per row from the tokens that the filters keep."""
-    filters = filter_columns([row.params for row in rows])
-    values = [[draw_value(row, num_attempts(row.params))] for row in rows]
-    draws = torch.tensor(values, dtype=torch.float64)
-    tokens: list[int] = draw_from_candidates(probabilities, filters, draws).tolist()
-    for index, token in enumerate(tokens):
-        if token < 0:  # one row at a time: sorting rows together gains nothing
-            at = [index]
-            tokens[index] = int(draw_from_all(probabilities[at], filters[:, at], draws[at]).item())
-    return tokens
-
-
-def draw_from_candidates(probabilities: Tensor, filters: Tensor, draws: Tensor) -> Tensor:
-    """Draw one token per row from what the filters keep, as far as the most probable tokens decide it.
-
-    Inverts the CDF in the order of token ids. In the order of probability, rounding could swap neighbours, so
-    that the same draw gives another token in another batch.
-
-    Args:
-        probabilities: float32 [rows, vocab_size], unnormalised.
-        filters: See `filter_columns`.
-        draws: float64 [rows, 1], at least 0 and below 1.
+def uniform_draws(positions: Sequence[tuple[int, int]]) -> NDArray[np.float64]:
+    """Return uniform draws in [0, 1) for (seed, position) of rows: hashes, so that no state is needed.
 
     Returns:
-        int64 [rows]; -1 where only `draw_from_all` can tell.
+        float64 [attempts + 1, rows, 1]: one per attempt at rejection, and one for the filtered tokens.
     """
-    if probabilities.shape[-1] < CANDIDATES:
-        return draw_from_all(probabilities, filters, draws)
-    token_ids, kept, is_exact = filter_candidates(probabilities, filters)
-    tokens = token_ids.gather(1, sample_by_inverse_cdf(kept, draws)[:, None]).squeeze(1)
-    return torch.where(is_exact, tokens, -1)
+    digests = [
+        hashlib.blake2b(b"%d:%d" % each, digest_size=8 * (ATTEMPTS + 1)).digest() for each in positions
+    ]
+    numbers = np.frombuffer(b"".join(digests), ">u8").reshape(len(positions), ATTEMPTS + 1, 1)
+    # 40 bits: the product with a total always rounds to less than the total.
+    return (numbers >> 24).swapaxes(0, 1) / (1 << 40)
 
 
-def draw_from_all(probabilities: Tensor, filters: Tensor, draws: Tensor) -> Tensor:
-    """Draw like `draw_from_candidates`, but from the sorted vocabulary."""
-    return sample_by_inverse_cdf(filter_probabilities(probabilities, filters), draws)
+def _methods_for(random: Sequence[SamplingParams]) -> list[tuple[int, Draw]]:
+    """Return the ways to draw, to be tried one after the other, each with the index of its draws."""
+    is_sorted = [params.top_k > 0 or params.min_p > 0.0 for params in random]
+    if not any(is_sorted) and all(params.top_p >= 1.0 for params in random):
+        return [(0, lambda probabilities, _, draws: sample_by_inverse_cdf(probabilities, draws))]
+    attempts = 0 if all(is_sorted) else ATTEMPTS
+    return [*((number, draw_by_rejection) for number in range(attempts)), (ATTEMPTS, draw_from_candidates)]
 
 
-def sample_by_inverse_cdf(probabilities: Tensor, draws: Tensor) -> Tensor:
-    """Return per row, int64 [rows], the first index at which the cumulative probability exceeds draw x total.
-
-    First finds the chunk of the vocabulary, then the token in it: a cumulative sum of the whole vocabulary
-    would take as long as sorting the top tokens.
-    """
-    size = probabilities.shape[-1]
-    whole = probabilities[:, : size - size % _CHUNK].unflatten(-1, (-1, _CHUNK))
-    rest = probabilities[:, size - size % _CHUNK :]
-    # Sum each chunk in float32, only the chunks in float64: float64 for all takes five times as long.
-    sums = [part.sum(dim=-1, keepdim=part is rest) for part in (whole, rest)]
-    cumulative = torch.cat(sums, dim=-1).cumsum(dim=-1, dtype=torch.float64)
-    targets = draws * cumulative[:, -1:]
-    at = torch.searchsorted(cumulative, targets, right=True).clamp_(max=(size - 1) // _CHUNK)
-    before = torch.where(at > 0, cumulative.gather(1, (at - 1).clamp_(min=0)), 0.0)
-    ids = at * _CHUNK + torch.arange(_CHUNK, device=at.device)
-    chunk = torch.where(ids < size, probabilities.gather(1, ids.clamp(max=size - 1)), 0.0)
-    found = torch.searchsorted(chunk.cumsum(dim=-1, dtype=torch.float64), targets - before, right=True)
-    # If rounding puts a draw beyond the chunk's end, use its last token with a probability above 0.
-    last = (torch.arange(_CHUNK, device=chunk.device) * (chunk > 0)).amax(dim=-1, keepdim=True)
-    return (at * _CHUNK + torch.minimum(found, last)).squeeze(1)
+def _draw(
+    logits: Tensor, greedy: Tensor, params: Tensor, draws: Tensor, methods: Sequence[tuple[int, Draw]]
+) -> Tensor:
+    """Return the token of each row, replacing the logits by unnormalised probabilities; -1 if undecided."""
+    filters, temperature = params[:3], params[3]
+    divisors = temperature.clamp(GREEDY_BELOW, TEMPERATURE_MAX).float()
+    probabilities = logits.sub_(logits.amax(dim=-1, keepdim=True)).div_(divisors).exp_()
+    tokens = torch.where(temperature.squeeze(1) < GREEDY_BELOW, greedy, -1)
+    for number, method in methods:
+        at: Tensor | slice = slice(None)
+        if tokens.is_cpu:  # on a GPU, asking would wait
+            undecided = (tokens < 0).nonzero().flatten()
+            at = undecided if len(undecided) < len(tokens) else at
+        drawn = method(probabilities[at], filters[:, at], draws[number, at])
+        tokens[at] = torch.where(tokens[at] < 0, drawn, tokens[at])
+    return tokens
 
 
-def apply_logit_processors(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Apply penalties, biases and bans in place to float32 logits [rows, vocab_size]."""
-    for index, row in enumerate(rows):
-        params = row.params
-        if params.has_penalties:
-            _apply_penalties(logits[index], row)
-        if params.logit_bias:
-            logits[index, list(params.logit_bias)] += torch.tensor(list(params.logit_bias.values()))
-        if params.allowed_token_ids is not None:
-            _ban_all_but(logits[index], torch.tensor(sorted(params.allowed_token_ids)))
-        if row.allowed_bits is not None:
-            _ban_all_but(logits[index], _set_bits(row.allowed_bits, logits.shape[1]))
-        if row.banned:
-            logits[index, sorted(row.banned)] = -math.inf
+def _argmax(logits: Tensor) -> Tensor:
+    # On a CPU numpy is ten times as fast as torch.
+    return torch.from_numpy(logits.numpy().argmax(axis=-1)) if logits.is_cpu else logits.argmax(dim=-1)
 
 
-def _apply_penalties(logits: Tensor, row: SamplingRow) -> None:
-    params = row.params
-    if params.repetition_penalty != 1.0:
-        seen = torch.tensor(row.token_ids).unique()
-        values = logits[seen]
-        penalty = params.repetition_penalty
-        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    if row.position and (params.frequency_penalty or params.presence_penalty):
-        generated = torch.tensor(row.token_ids[-row.position :])
-        generated_ids, counts = generated.unique(return_counts=True)
-        logits[generated_ids] -= params.frequency_penalty * counts + params.presence_penalty
+def _penalise(
+    logits: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
+) -> Tensor:
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits, generated = torch.where(counts > 0, repeated, logits), counts // _IN_OUTPUT
+    return torch.where(generated > 0, logits - (frequency * generated + presence), logits)
 
 
-def _ban_all_but(logits: Tensor, token_ids: Tensor) -> None:
-    kept = logits[token_ids]
-    logits.fill_(-math.inf)
-    logits[token_ids] = kept
+def _tokens_of(state: int, token_ids: Sequence[int]) -> NDArray[np.int64]:
+    """Return (row of the state, token id) of tokens, int64 [2, tokens]."""
+    return np.array([np.full(len(token_ids), state), token_ids], np.int64)
 
 
-def _set_bits(bits: bytes, vocab_size: int) -> Tensor:
-    flags = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), bitorder="little")
-    return torch.from_numpy(np.flatnonzero(flags[:vocab_size]))
+def _biases_of(rows: Sequence[SamplingRow]) -> NDArray[np.float64]:
+    """Return biases and bans as (row, token id, addend), float64 [3, entries]."""
+    entries = [(index, *bias) for index, row in enumerate(rows) for bias in row.params.logit_bias.items()]
+    entries += [(index, token_id, -math.inf) for index, row in enumerate(rows) for token_id in row.banned]
+    return np.array(entries, np.float64).reshape(-1, 3).T
 
 
-def compute_logprobs(logits: Tensor, counts: Sequence[int | None]) -> Tensor:
-    """Return log probabilities of the rows whose count is not None: float32 [those rows, vocab_size].
-
-    `counts` has the number of top tokens requested per row. Call it before `sample`, which modifies logits.
-    """
-    return logits[[count is not None for count in counts]].log_softmax(dim=-1)
-
-
-def gather_logprobs(
-    logprobs: Tensor, counts: Sequence[int | None], token_ids: Sequence[int]
-) -> list[TokenLogprobs | None]:
-    """Return the sampled tokens' `TokenLogprobs`, one per row; None if not requested."""
-    asked = [token_id for count, token_id in zip(counts, token_ids, strict=True) if count is not None]
-    tables = [tabulate_logprobs(logprobs, torch.tensor(asked), counts)] if asked else []
-    return as_token_logprobs(tables, counts)
+@lru_cache(maxsize=256)
+def _pack(token_ids: frozenset[int] | None) -> bytes | None:
+    """Return the bit mask of token ids; see `TokenConstraint.compute_bitmask`."""
+    if token_ids is None:
+        return None
+    return np.packbits(np.isin(np.arange(max(token_ids) + 1), [*token_ids]), bitorder="little").tobytes()
 
 
-def tabulate_logprobs(logprobs: Tensor, token_ids: Tensor, counts: Sequence[int | None]) -> Tensor:
-    """Return log probabilities of sampled tokens and of top tokens, and the ids of these, as one tensor.
-
-    It has the rows whose count is not None: float64 [those rows, 1 + 2 x largest count].
-    """
-    top = logprobs.topk(max(count for count in counts if count is not None), dim=-1)
+def _tabulate(logprobs: Tensor, token_ids: Tensor, most: int) -> Tensor:
+    """Return log probabilities of sampled and of top tokens, and their ids: float64 [rows, 1 + 2 x most]."""
+    top = logprobs.topk(most, dim=-1)
     return torch.cat((logprobs.gather(1, token_ids[:, None]).double(), top.values, top.indices), dim=1)
-
-
-def as_token_logprobs(tables: Sequence[Tensor], counts: Sequence[int | None]) -> list[TokenLogprobs | None]:
-    """Return one entry per row from the table of `tabulate_logprobs`, if any; None if not requested."""
-    lines = (line for table in tables for line in table.tolist())
-    return [None if count is None else _read_line(next(lines), count) for count in counts]
 
 
 def _read_line(line: list[float], count: int) -> TokenLogprobs:
     own, values, token_ids = line[0], line[1:], map(int, line[1 + len(line) // 2 :])
     return TokenLogprobs(own, tuple(zip(token_ids, values, strict=False))[:count])
-
-
-def filter_columns(row_params: Sequence[SamplingParams]) -> Tensor:
-    """Return top_k, top_p and min_p of rows: float32 [3, rows, 1]."""
-    numbers = [[params.top_k, params.top_p, params.min_p] for params in row_params]
-    return torch.tensor(numbers, dtype=torch.float32).T.unsqueeze(-1)
-
-
-def filter_probabilities(probabilities: Tensor, filters: Tensor) -> Tensor:
-    """Return probabilities, float32 [rows, vocab_size], with 0 for tokens that the filters remove."""
-    ordered, token_ids = probabilities.sort(dim=-1, descending=True, stable=True)
-    kept = ordered * _top_k_min_p_mask(ordered, filters)
-    return torch.zeros_like(kept).scatter_(1, token_ids, kept * _top_p_mask(kept, _row_sum(kept), filters))
-
-
-def filter_candidates(
-    probabilities: Tensor, filters: Tensor, candidates: int = CANDIDATES
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Apply `filter_probabilities` to the most probable tokens only.
-
-    Args:
-        probabilities: float32 [rows, vocab_size].
-        filters: See `filter_columns`.
-        candidates: Number of tokens to examine, below the vocabulary size.
-
-    Returns:
-        Ascending token ids [rows, candidates], their probabilities or 0, and bool [rows]: whether the
-        result is exact, i.e. the filters keep no other token.
-    """
-    token_ids = probabilities.topk(candidates, dim=-1, sorted=False).indices.sort(dim=-1).values
-    best = probabilities.gather(1, token_ids)
-    ordered, at = best.sort(dim=-1, descending=True, stable=True)
-    kept = ordered * _top_k_min_p_mask(ordered, filters)
-    top_k, _, min_p = filters
-    total = torch.where(top_k > 0, _row_sum(kept), _min_p_total(probabilities, ordered[:, :1], min_p))
-    keep = _top_p_mask(kept, total, filters)
-    # Tokens beyond the candidates are at most as probable as the last candidate, but may be equal to it.
-    last = ordered.gather(1, keep.sum(dim=-1, keepdim=True) - 1)
-    is_exact = (last > ordered[:, -1:]) & (top_k <= candidates)
-    return token_ids, torch.zeros_like(best).scatter_(1, at, kept * keep), is_exact.squeeze(1)
-
-
-def _top_k_min_p_mask(ordered: Tensor, filters: Tensor) -> Tensor:
-    """Return the mask of top_k and min_p for probabilities in descending order."""
-    ranks = torch.arange(ordered.shape[1], device=ordered.device)
-    is_first = (ranks < filters[0]) | (filters[0] <= 0)
-    return is_first & (ordered >= filters[2] * ordered[:, :1])
-
-
-def _top_p_mask(kept: Tensor, total: Tensor, filters: Tensor) -> Tensor:
-    """Return the mask of top_p: the first tokens that make up the fraction top_p of the total."""
-    before = kept.cumsum(dim=-1, dtype=torch.float64) - kept
-    keep = (kept > 0) & (before < filters[1] * total)
-    keep[:, 0].fill_(True)  # a top_p that rounds to 0 in float32 still keeps the most probable token
-    return keep
-
-
-def _min_p_total(probabilities: Tensor, largest: Tensor, min_p: Tensor) -> Tensor:
-    """Return the sum of the probabilities that min_p keeps."""
-    if min_p.is_cpu and not min_p.any():  # on a GPU, asking would wait
-        return _row_sum(probabilities)
-    return _row_sum(torch.where(probabilities >= min_p * largest, probabilities, 0.0))
-
-
-def _row_sum(kept: Tensor) -> Tensor:
-    # In float64: at top_p 1, rounding in float32 would remove tokens.
-    total: Tensor = kept.sum(dim=-1, keepdim=True, dtype=torch.float64)
-    return total

@@ -269,14 +269,7 @@ def _sum(
 
 @inlined
 def _sum_part(
-    scratch: _Scratch,
-    values: _Rows,
-    row: _Row,
-    count: int,
-    score: int,
-    place: int,
-    element: int,
-    shrink: Any,
+    scratch: _Scratch, values: _Rows, row: _Row, count: int, score: int, place: int, element: int, shrink: Any
 ) -> None:
     """Add the weighted values of one block's tokens to one part of a query head's sum."""
     one0 = times(load(scratch.sums, place + element), shrink)

@@ -85,7 +85,7 @@ def _store_fp8(pool_ptr, scales_ptr, low, high, live, block, head, fresh, offset
 @triton.jit
 def rotate_and_store(
     projected_ptr, query_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr,
-    cosine_ptr, sine_ptr, query_norm_ptr, key_norm_ptr,
+    cosine_ptr, sine_ptr, norm_ptr,
     starts_ptr, contexts_ptr, tables_ptr, table_starts_ptr,
     epsilon, offset, projected_token, kv_block, kv_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, BLOCK: tl.constexpr,
@@ -110,29 +110,16 @@ def rotate_and_store(
         source = projected_ptr + (token * projected_token + head * DIM)[:, None] + dims[None, :]
         low = tl.load(source, mask=mask, other=0.0).to(tl.float32)
         high = tl.load(source + half, mask=mask, other=0.0).to(tl.float32)
-        if head < HEADS:
-            low, high = _rotated(
-                low,
-                high,
-                query_norm_ptr,
-                cosine_ptr,
-                sine_ptr,
-                token,
-                dims,
-                mask,
-                epsilon,
-                offset,
-                DIM,
-                NORMS,
-            )
+        kv_head = head - HEADS
+        norm = norm_ptr + (kv_head >= 0).to(tl.int32) * DIM
+        low, high = _rotated(
+            low, high, norm, cosine_ptr, sine_ptr, token, dims, mask, epsilon, offset, DIM, NORMS
+        )
+        if kv_head < 0:
             target = query_ptr + ((token * HEADS + head) * DIM)[:, None] + dims[None, :]
             tl.store(target, low.to(query_ptr.dtype.element_ty), mask=mask)
             tl.store(target + half, high.to(query_ptr.dtype.element_ty), mask=mask)
         else:
-            kv_head = head - HEADS
-            low, high = _rotated(
-                low, high, key_norm_ptr, cosine_ptr, sine_ptr, token, dims, mask, epsilon, offset, DIM, NORMS
-            )
             value_source = source + KV_HEADS * DIM
             value_low = tl.load(value_source, mask=mask, other=0.0).to(tl.float32)
             value_high = tl.load(value_source + half, mask=mask, other=0.0).to(tl.float32)
@@ -158,11 +145,7 @@ def rotate_and_store(
 
 
 def run_rotate_and_store(
-    projected: Tensor,
-    plane: Plane,
-    sequences: Sequences,
-    rotation: Rotation,
-    norms: HeadNorms | None,
+    projected: Tensor, plane: Plane, sequences: Sequences, rotation: Rotation, norms: HeadNorms | None
 ) -> Tensor:
     """Write the step's keys and values to the pool, and return its rotated queries.
 
@@ -182,13 +165,12 @@ def run_rotate_and_store(
     single = sequences.max_query == 1
     blocks = 1 if single else (sequences.max_query - 2) // block_tokens + 2
     alone = single and plane.scales is None
-    query_norm, key_norm = (projected, projected) if norms is None else (norms.query, norms.key)
+    weights, epsilon, offset = norms or (projected, 0.0, 0.0)
     key_scales, value_scales = plane.scales or (projected, projected)
     rotate_and_store[(blocks, len(sequences.contexts), heads + kv_heads)](
         projected, query, plane.keys, plane.values, key_scales, value_scales, rotation.cosine, rotation.sine,
-        query_norm, key_norm, sequences.starts, sequences.contexts, sequences.tables, sequences.table_starts,
-        0.0 if norms is None else norms.epsilon, 0.0 if norms is None else norms.offset,
-        projected.stride(0), plane.keys.stride(0), plane.keys.stride(1),
+        weights, sequences.starts, sequences.contexts, sequences.tables, sequences.table_starts,
+        epsilon, offset, projected.stride(0), plane.keys.stride(0), plane.keys.stride(1),
         heads, kv_heads, head_dim, triton.next_power_of_2(head_dim // 2), block_tokens,
         1 if alone else triton.next_power_of_2(block_tokens),
         FP8=plane.scales is not None, NORMS=norms is not None, SINGLE=alone,

@@ -112,8 +112,8 @@ class Batches:
         self.frequencies = torch.rand(case.head_dim // 2, generator=generator)
         self.norms = None
         if case.norms is not None:
-            weights = (torch.rand(case.head_dim, generator=generator).to(dtype).to(DEVICE) for _ in range(2))
-            self.norms = HeadNorms(*weights, 1e-6, case.norms)
+            weights = torch.rand((2, case.head_dim), generator=generator).to(dtype).to(DEVICE)
+            self.norms = HeadNorms(weights, 1e-6, case.norms)
 
     def run(self, attention: Attention) -> Iterator[tuple[Tensor, list[tuple[int, int, int, int]]]]:
         """Yield the outputs of each step and layer, with (layer, sequence, start, stop) of their rows."""
@@ -143,7 +143,7 @@ class Batches:
                 heads
                 / (heads.square().mean(-1, keepdim=True) + 1e-6).sqrt()
                 * (weight.cpu().double() + case.norms)
-                for heads, weight in ((query, self.norms.query), (key, self.norms.key))
+                for heads, weight in zip((query, key), self.norms.weights, strict=True)
             )
         angles = torch.arange(stop)[:, None, None] * self.frequencies.double()
         query, key = (_turned(heads, angles) for heads in (query, key))

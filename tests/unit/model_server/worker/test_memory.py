@@ -15,9 +15,8 @@ from model_server.engine.core import EngineCore
 from model_server.errors import ConfigError
 from model_server.requests import EngineCoreRequest, SamplingParams
 from model_server.worker import memory
-from model_server.worker.device_sampler import DeviceSampler
 from model_server.worker.memory import SAMPLING_BYTES, free_host_bytes, peak_cuda_bytes, pool_blocks
-from model_server.worker.sampler import SamplingRow
+from model_server.worker.sampler import Sampler, SamplingRow
 from tests.support.model_server.engine import Outputs
 
 CUDA = torch.device("cuda:0")
@@ -153,10 +152,14 @@ def test_the_largest_step_runs_and_leaves_no_trace(
 
 
 @pytest.mark.parametrize("params", SAMPLED, ids=("top_p", "penalties", "top_k"))
-def test_the_sampler_stays_within_what_is_counted(params: SamplingParams, tmp_path: Path) -> None:
+def test_the_sampler_stays_within_what_is_counted(
+    params: SamplingParams, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sampling the largest batch takes no more bytes per logit than the size of the pool allows for."""
+    # As on a GPU, which draws for all rows at once.
+    monkeypatch.setattr("model_server.worker.sampler.CPU_BATCH_LOGITS", 1 << 40)
     rows = [SamplingRow(params, index, 1, token_ids=(1, 2), arrival_index=index) for index in range(64)]
-    sampler, logits = DeviceSampler(len(rows), VOCAB_SIZE, torch.device("cpu")), torch.randn(64, VOCAB_SIZE)
+    sampler, logits = Sampler(len(rows), VOCAB_SIZE, torch.device("cpu")), torch.randn(64, VOCAB_SIZE)
     with torch.profiler.profile(profile_memory=True) as profile:
         sampler.launch(logits, rows, [params.logprobs] * len(rows)).result()
     profile.export_chrome_trace(str(tmp_path / "trace"))

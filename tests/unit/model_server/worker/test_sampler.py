@@ -3,11 +3,13 @@
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from model_server.requests import SamplingParams
-from model_server.worker.sampler import SamplingRow, argmax_tokens, sample, uniform_draw
+from model_server.worker.sampler import ATTEMPTS, SamplingRow, uniform_draws
+from tests.support.model_server.sampling import sample
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 3.0])
 
@@ -42,7 +44,8 @@ def test_is_greedy_only_without_sampling_features(change: dict[str, Any]) -> Non
     greedy = {"temperature": 0.0, "top_p": 0.5, "top_k": 3, "seed": 7, "ignore_eos": True}
     assert SamplingParams(max_tokens=1, **greedy).is_greedy
     assert not SamplingParams(max_tokens=1, **greedy | change).is_greedy
-    assert argmax_tokens(LOGITS.flip(0).repeat(2, 1)) == [0, 0]
+    row = SamplingRow(SamplingParams(max_tokens=1, **greedy), 7, 0)
+    assert sample(LOGITS.flip(0).repeat(2, 1), [row] * 2) == [0, 0]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -96,11 +99,12 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
 
 def test_seeds_and_positions_change_the_draw() -> None:
     """Draws are in [0, 1), repeat for equal seed and position, and differ otherwise."""
-    draws = {uniform_draw(seed, position) for seed in range(30) for position in range(30)}
-    assert len(draws) == 900
-    assert all(0.0 <= value < 1.0 for value in draws)
-    assert uniform_draw(5, 6) == uniform_draw(5, 6)
-    assert sum(draws) / 900 == pytest.approx(0.5, abs=0.05)
+    positions = [(seed, position) for seed in range(30) for position in range(30)]
+    draws = uniform_draws(positions)
+    assert len({*draws.ravel().tolist()}) == draws.size == 900 * len(draws)
+    assert 0.0 <= draws.min() <= draws.max() < 1.0
+    assert np.array_equal(draws, uniform_draws(positions))
+    assert draws.mean(axis=(1, 2)) == pytest.approx([0.5] * len(draws), abs=0.05)
 
 
 @pytest.mark.parametrize(("extreme", "token"), [(0.0, 1), (1.0 - 2.0**-40, 4)])
@@ -108,7 +112,8 @@ def test_extreme_draws_select_kept_tokens(
     monkeypatch: pytest.MonkeyPatch, extreme: float, token: int
 ) -> None:
     """The smallest and largest draws select the first and last kept token."""
-    monkeypatch.setattr("model_server.worker.sampler.uniform_draw", lambda seed, position: extreme)
+    extremes = np.full((ATTEMPTS + 1, 1, 1), extreme)
+    monkeypatch.setattr("model_server.worker.sampler.uniform_draws", lambda positions: extremes)
     logits = torch.tensor([[-9.0, 3.0, -9.0, -9.0, 3.0, -9.0]])
     assert sample(logits, [SamplingRow(SamplingParams(max_tokens=1, top_k=2), 1, 0)]) == [token]
 
@@ -125,5 +130,9 @@ def test_banned_tokens_are_never_chosen(temperature: float) -> None:
 
 def test_nan_logits_give_a_valid_token() -> None:
     """NaN logits still give a token within the vocabulary."""
-    rows = [SamplingRow(SamplingParams(max_tokens=1, top_k=top_k), 1, 0) for top_k in (0, 3)]
-    assert all(0 <= token < 5 for token in sample(torch.full((2, 5), float("nan")), rows))
+    kinds = ({"temperature": 0.0, "logprobs": 1}, {}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5})
+    for size in (5, 300):
+        for kind in kinds:
+            row = SamplingRow(SamplingParams(max_tokens=1, **kind), 1, 0)  # type: ignore[arg-type]
+            (token,) = sample(torch.full((1, size), float("nan")), [row])
+            assert 0 <= token < size

@@ -1,4 +1,4 @@
-"""The sampler of a GPU, on a CPU: same tokens as the CPU's sampler, and no call that waits."""
+"""Batches of the sampler, compared with its definition row by row; and no call that waits."""
 
 from dataclasses import replace
 
@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from model_server.requests import SamplingParams, TokenLogprobs
-from model_server.worker.device_sampler import DeviceSampler
-from model_server.worker.sampler import SamplingRow, compute_logprobs, gather_logprobs, sample
+from model_server.worker.sampler import Sampler, SamplingRow
 from tests.support.depth import examples
 from tests.support.model_server.fake_device import META, FakeDevice
+from tests.support.model_server.sampling import sample, sample_by_definition
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 300
@@ -62,12 +62,22 @@ class Stream:
         )
 
 
-def on_cpu(logits: Tensor, rows: list[SamplingRow]) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """Sample as the CPU does."""
-    counts = [row.params.logprobs for row in rows]
-    logprobs = compute_logprobs(logits, counts)
-    tokens = sample(logits, rows)
-    return tokens, gather_logprobs(logprobs, counts, tokens)
+def by_definition(logits: Tensor, rows: list[SamplingRow]) -> tuple[list[int], list[TokenLogprobs | None]]:
+    """Return the tokens and log probabilities of their definitions."""
+    tokens = [sample_by_definition(line, row) for line, row in zip(logits.tolist(), rows, strict=True)]
+    logprobs = logits.double().log_softmax(-1)
+    return tokens, [
+        None
+        if row.params.logprobs is None
+        else TokenLogprobs(line[token].item(), best(line, row.params.logprobs))
+        for line, row, token in zip(logprobs, rows, tokens, strict=True)
+    ]
+
+
+def best(logprobs: Tensor, count: int) -> tuple[tuple[int, float], ...]:
+    """Return the most probable tokens."""
+    ordered = logprobs.sort(descending=True, stable=True)
+    return tuple(zip(ordered.indices[:count].tolist(), ordered.values[:count].tolist(), strict=True))
 
 
 def assert_close(found: list[TokenLogprobs | None], wanted: list[TokenLogprobs | None]) -> None:
@@ -84,17 +94,17 @@ def assert_close(found: list[TokenLogprobs | None], wanted: list[TokenLogprobs |
 
 @settings(deadline=None, max_examples=examples(60), derandomize=True)
 @given(st.lists(wishes, min_size=1, max_size=7), st.integers(0, 2**32), st.sampled_from([0.5, 2.0, 6.0]))
-def test_tokens_are_those_of_the_cpu(wanted: list[SamplingParams], seed: int, spread: float) -> None:
-    """Requests that join, pause and leave get the tokens and log probabilities of `sample` in every step."""
+def test_tokens_are_those_of_the_definition(wanted: list[SamplingParams], seed: int, spread: float) -> None:
+    """Requests that join, pause and leave get the tokens and log probabilities of the definition."""
     generator = np.random.default_rng(seed)
-    sampler = DeviceSampler(MAX_ROWS, VOCAB_SIZE, CPU)
+    sampler = Sampler(MAX_ROWS, VOCAB_SIZE, CPU)
     streams = [Stream(params, index, generator) for index, params in enumerate(wanted)]
     for _ in range(8):
         size = int(generator.integers(1, min(MAX_ROWS, len(streams)) + 1))
         batch = [streams[index] for index in generator.permutation(len(streams))[:size].tolist()]
         rows = [stream.row(generator) for stream in batch]
         logits = torch.from_numpy(spread * generator.standard_normal((size, VOCAB_SIZE), np.float32))
-        tokens, logprobs = on_cpu(logits.clone(), rows)
+        tokens, logprobs = by_definition(logits, rows)
         found, entries = sampler.launch(logits, rows, [row.params.logprobs for row in rows]).result()
         assert found == tokens
         assert_close(entries, logprobs)
@@ -103,13 +113,13 @@ def test_tokens_are_those_of_the_cpu(wanted: list[SamplingParams], seed: int, sp
 
 
 @pytest.mark.parametrize("vocab_size", [5, 128, 1000])
-def test_rejected_draws_are_those_of_the_cpu(vocab_size: int) -> None:
-    """Where top_p rejects most draws, the tokens are those of `sample`, in vocabularies of any size."""
+def test_rejected_draws_are_those_of_the_definition(vocab_size: int) -> None:
+    """Where top_p rejects most draws, the tokens are those of the definition, in vocabularies of any size."""
     logits = torch.linspace(1.0, 0.0, vocab_size).repeat(64, 1)
     params = [SamplingParams(max_tokens=1, top_p=top_p, logprobs=1) for top_p in (0.02, 0.3, 0.9, 1.0)] * 16
     rows = [SamplingRow(each, 5, index, arrival_index=index) for index, each in enumerate(params)]
-    tokens, logprobs = on_cpu(logits.clone(), rows)
-    found, entries = DeviceSampler(64, vocab_size, CPU).launch(logits, rows, [1] * 64).result()
+    tokens, logprobs = by_definition(logits, rows)
+    found, entries = Sampler(64, vocab_size, CPU).launch(logits, rows, [1] * 64).result()
     assert found == tokens
     assert_close(entries, logprobs)
 
@@ -117,7 +127,7 @@ def test_rejected_draws_are_those_of_the_cpu(vocab_size: int) -> None:
 def test_a_step_that_is_sampled_again_gives_the_same_tokens() -> None:
     """Tokens are counted once, even if a position is sampled twice or an earlier one again."""
     params = SamplingParams(max_tokens=1, frequency_penalty=1.5, repetition_penalty=1.5)
-    sampler = DeviceSampler(1, VOCAB_SIZE, CPU)
+    sampler = Sampler(1, VOCAB_SIZE, CPU)
     logits = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
     for position in (1, 3, 3, 2, 3):
         row = SamplingRow(params, 1, position, token_ids=[7, 7, *range(position)])
@@ -128,20 +138,20 @@ def test_results_of_inference_mode_are_read_outside_it() -> None:
     """Logits of inference mode can be sampled outside it, even where the draw is repeated for the result."""
     row = SamplingRow(SamplingParams(max_tokens=1, top_k=257, frequency_penalty=1.0), 1, 1, token_ids=[4, 5])
     with torch.inference_mode():
-        sampler = DeviceSampler(1, VOCAB_SIZE, CPU)
+        sampler = Sampler(1, VOCAB_SIZE, CPU)
         logits = torch.zeros(1, VOCAB_SIZE)
     wanted = sample(torch.zeros(1, VOCAB_SIZE), [row])
     assert sampler.launch(logits, [row], [None]).result()[0] == wanted
 
 
-def test_nan_logits_give_a_valid_token() -> None:
-    """NaN logits still give a token within the vocabulary."""
-    kinds = ({"temperature": 0.0, "logprobs": 1}, {}, {"top_k": 3}, {"top_p": 0.5})
-    for kind in kinds:
-        row = SamplingRow(SamplingParams(max_tokens=1, **kind), 1, 0)  # type: ignore[arg-type]
-        logits = torch.full((1, VOCAB_SIZE), float("nan"))
-        (token,), _ = DeviceSampler(1, VOCAB_SIZE, CPU).launch(logits, [row], [row.params.logprobs]).result()
-        assert 0 <= token < VOCAB_SIZE
+@pytest.mark.parametrize("at_once", [1, 2 * VOCAB_SIZE, 1 << 20])
+def test_tokens_do_not_depend_on_the_rows_of_a_pass(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, where few rows are drawn at once, each row gets the token that it gets alone."""
+    logits = torch.randn(len(FEATURES), VOCAB_SIZE, generator=torch.Generator().manual_seed(5))
+    rows = [SamplingRow(params, 3, 0) for params in FEATURES.values()]
+    alone = [sample(line[None], [row])[0] for line, row in zip(logits, rows, strict=True)]
+    monkeypatch.setattr("model_server.worker.sampler.CPU_BATCH_LOGITS", at_once)
+    assert sample(logits, rows) == alone
 
 
 FEATURES = {
@@ -168,7 +178,7 @@ def test_launch_waits_for_nothing(names: list[str]) -> None:
     ]
     if names == ["greedy"]:
         rows = [replace(rows[0], banned=frozenset(), allowed_bits=None)]
-    sampler = DeviceSampler(8, VOCAB_SIZE, META)
+    sampler = Sampler(8, VOCAB_SIZE, META)
     for step in range(2):
         logits = torch.zeros(len(rows), VOCAB_SIZE, device=META)
         with FakeDevice() as device:
