@@ -68,7 +68,7 @@ class Http:
             try:
                 self._headers["authorization"] = f"Bearer {token_file.read_text('utf-8').strip()}"
             except (OSError, UnicodeDecodeError) as error:
-                raise ValueError(f"--token-file {token_file}: cannot be read: {error}") from error
+                raise ValueError(f"{token_file}: the token cannot be read: {error}") from error
 
     def ask(self, url: str, body: Mapping[str, Any] | None = None, *, read_s: float = 60.0) -> Answer:
         """Send a GET, or a POST with a JSON body; raises an UnreachableError without a response."""

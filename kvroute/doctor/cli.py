@@ -48,6 +48,7 @@ def doctor_parser() -> argparse.ArgumentParser:
     how("--stream-s", type=positive_number, default=STREAM_S, metavar="SECONDS", help=text)
     how("--ca-file", type=Path, metavar="FILE", help="PEM of the authorities for https")
     how("--token-file", type=Path, metavar="FILE", help="bearer token of the router's metrics port")
+    how("--api-key-file", type=Path, metavar="FILE", help="bearer token that the gateway asks for")
     how("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -95,7 +96,8 @@ def run_checks(flags: argparse.Namespace) -> list[Finding]:
     if flags.gateway_url and cards:
         report, decides = Report(flags.gateway_url, findings), pages if router.pods else None
         pods = sum(card.id == cards[0].id for card in cards)
-        GatewayCheck(flags.gateway_url, decides, http, report, cards[0], pods, flags.stream_s).run()
+        client = Http(flags.ca_file, flags.api_key_file)
+        GatewayCheck(flags.gateway_url, decides, client, report, cards[0], pods, flags.stream_s).run()
     elif flags.gateway_url:
         Report(flags.gateway_url, findings).add("gateway", "no_engine")
     if flags.namespace:

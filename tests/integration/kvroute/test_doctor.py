@@ -211,3 +211,23 @@ def test_a_body_limit(doctor: Doctor, router: RunningRouter, tmp_path: Path) -> 
     assert "2 MiB: the gateway answered 413" in found(findings, "body")["what"]
     assert "with_request_body.max_request_bytes" in found(findings, "body")["remedy"]
     assert "spec.connection.bufferLimit" in found(findings, "body")["remedy"]
+
+
+def test_a_gateway_that_asks_for_a_key(doctor: Doctor, router: RunningRouter, tmp_path: Path) -> None:
+    """Requests to the gateway, and to it alone, have the key; without it the finding names its flag."""
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+
+    def guard(config: dict[str, Any]) -> None:
+        gateway = config["static_resources"]["listeners"][0]
+        hosts = gateway["filter_chains"][0]["filters"][0]["typed_config"]["route_config"]["virtual_hosts"]
+        for route in hosts[0]["routes"]:
+            wanted = {"name": "authorization", "string_match": {"exact": "Bearer secret"}}
+            route["match"].setdefault("headers", []).append(wanted)
+
+    with running_gateway(tmp_path, router, guard) as gateway:
+        status, findings = doctor(*router.flags, *gateway)
+        assert status == 1
+        assert "--api-key-file" in found(findings, "gateway")["remedy"]
+        status, findings = doctor(*router.flags, *gateway, "--api-key-file", str(key))
+    assert (status, [each for each in findings if each["status"] == "fail"]) == (0, [])
