@@ -164,8 +164,10 @@ def test_running_engines_get_a_router_and_an_envoy(tmp_path: Path) -> None:
     assert {answer.headers["x-kvroute-pod"] for answer in answers} <= {engine.address for engine in engines}
     assert process.returncode == 0
     lines = seen.splitlines()
-    for check in ("picks", "tokens", "body", "stream"):
-        assert any(line.startswith("ok") and line.split()[1] == check for line in lines), seen
+    outcomes = {tuple(line.split()[:2]) for line in lines}
+    assert outcomes >= {("ok", check) for check in ("picks", "body", "stream")}, seen
+    # Whether tokens can be confirmed depends on the pod that got the request: one caches nothing.
+    assert outcomes & {("ok", "tokens"), ("skipped", "tokens")}, seen
     failed = [line for line in lines if line.startswith("fail")]
     assert all(engines[1].address in line for line in failed)
     assert "start vLLM with --enable-prefix-caching" in seen
