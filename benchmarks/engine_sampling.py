@@ -36,9 +36,7 @@ def measure(rounds: int, clock: Callable[[], float]) -> Iterator[Figure]:
         for name, params in _SAMPLINGS.items():
             rows = [SamplingRow(params, seed, 0, arrival_index=seed) for seed in range(_BATCH)]
             used = torch.empty_like(logits)  # sampling modifies it
-            launch = partial(
-                Sampler(_BATCH, _VOCABULARY, torch.device("cpu")).launch, rows=rows, counts=[None] * _BATCH
-            )
+            launch = partial(Sampler(_BATCH, _VOCABULARY, torch.device("cpu")).launch, rows=rows)
             setting = {"batch": _BATCH, "vocabulary": _VOCABULARY}
             milliseconds = _milliseconds(lambda: launch(used.copy_(logits)).result(), rounds, clock)  # noqa: B023
             yield Figure(f"sample_{name}_{spread}_b32_ms", "ms", milliseconds, setting)

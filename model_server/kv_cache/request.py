@@ -50,6 +50,7 @@ class Request:
     arrived_s: float = 0.0  # arrival time on the engine's clock (`time.monotonic`)
     arrival_index: int = 0  # increases from request to request; breaks ties of `arrived_s`
     started_s: float | None = None  # start of its first step, same clock; None before
+    is_greedy: bool = field(init=False)  # the largest logit alone decides each token
     token_ids: list[int] = field(init=False)  # prompt tokens and generated tokens
     num_computed_tokens: int = 0  # leading tokens that have their KV in its blocks
     block_tables: list[BlockTable] = field(default_factory=list)  # per KV cache group; empty while waiting
@@ -63,6 +64,7 @@ class Request:
     num_cached_tokens: int | None = None  # prompt tokens found in the cache at first admission; None before
 
     def __post_init__(self) -> None:
+        self.is_greedy = self.core_request.constraint is None and self.core_request.sampling.is_greedy
         self.token_ids = list(self.core_request.prompt_token_ids)
 
     @property

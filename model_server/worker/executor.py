@@ -93,8 +93,9 @@ class Executor:
         requests = [item.request for item in ordered if item.samples]
         step = flatten_step(ordered, self._tables)
         logits = self._run_on_all_ranks("execute_model", *step, unloaded)
-        rows = [_sampling_row(request, self.eos_token_ids) for request in requests]
-        sample = self._sampler.launch(logits, rows, [row.params.logprobs for row in rows])
+        is_greedy = all(request.is_greedy for request in requests)
+        rows = [] if is_greedy else [_sampling_row(request, self.eos_token_ids) for request in requests]
+        sample = self._sampler.launch(logits, rows)
 
         def tokens() -> dict[str, ChosenToken]:
             token_ids, logprobs = sample.result()

@@ -32,7 +32,7 @@ TEMPERATURE_MAX = 1e30
 ATTEMPTS = 3
 # Probabilities per pass on a CPU. With many more, each of a dozen operations would allocate memory from the
 # operating system, which takes longer than the operation.
-CPU_BATCH_LOGITS = 1 << 20
+CPU_BATCH_LOGITS = 1 << 22
 _SORTED_ROWS = 16  # rows whose whole vocabulary is sorted at once, which takes 48 bytes per logit
 _PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 _COLUMNS = ("top_k", "top_p", "min_p", "temperature", *_PENALTIES)
@@ -56,17 +56,12 @@ class SamplingRow:
     allowed_bits: bytes | None = None  # see `TokenConstraint.compute_bitmask`; None allows all
     arrival_index: int = 0  # identifies its request
 
-    @property
-    def is_greedy(self) -> bool:
-        """True if the largest logit is the token, and no log probability is asked for."""
-        return self.params.is_greedy and self.allowed_bits is None and not self.banned
-
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     """Tokens of one step, on their way to the host."""
 
-    _counts: Sequence[int | None]
+    _counts: Sequence[int | None]  # of top log probabilities, by row; None: not asked for
     _parts: list[Tensor]  # tokens, -1 where only `_draw_again` can tell, and a table of log probabilities
     _arrived: torch.cuda.Event | None
     _draw_again: Callable[[Tensor], list[Tensor]]  # takes indices of rows
@@ -104,17 +99,18 @@ class Sampler:
         self._rows_at_once = max(1, CPU_BATCH_LOGITS // vocab_size) if device.type == "cpu" else max_rows
 
     @torch.inference_mode()
-    def launch(self, logits: Tensor, rows: Sequence[SamplingRow], counts: Sequence[int | None]) -> Sample:
+    def launch(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Sample:
         """Queue the sampling of one token per row, without waiting for the device.
 
         Args:
             logits: float32 [rows, vocab_size], modified in place.
-            rows: State of each row, at most `max_rows`; their `arrival_index` identifies requests.
-            counts: Number of top log probabilities requested per row; None for no log probabilities.
+            rows: State of each row, at most `max_rows`; their `arrival_index` identifies requests. Empty if
+                the largest logit of each row is its token.
         """
+        counts = [row.params.logprobs for row in rows] or [None] * len(logits)
         asked = [index for index, count in enumerate(counts) if count is not None]
         random = [row.params for row in rows if row.params.temperature >= GREEDY_BELOW]
-        if not asked and all(row.is_greedy for row in rows):
+        if not rows:
             tokens = _argmax(logits)
         else:
             draws, params, asked_at, *changes = self._upload_step(rows, asked)

@@ -25,11 +25,12 @@ def draw_by_rejection(probabilities: Tensor, filters: Tensor, draws: Tensor) -> 
     own = probabilities.gather(1, tokens)
     # Of tokens that are as probable, those with a lower id come first. On a CPU comparisons that give numbers
     # are several times as fast as `torch.where`.
-    ids, steps = torch.arange(probabilities.shape[1], device=tokens.device), torch.empty_like(probabilities)
-    borders = own - torch.lt(ids, tokens, out=steps).mul_(own - own.nextafter(own.new_zeros(())))
-    before = _row_sum(torch.gt(probabilities, borders, out=steps).mul_(probabilities))
+    ids = torch.arange(probabilities.shape[1], device=tokens.device, dtype=torch.float32)
+    flags = torch.lt(ids, tokens.float(), out=torch.empty_like(probabilities))
+    borders = torch.sub(own, flags.mul_(own - own.nextafter(own.new_zeros(()))), out=flags)
+    before = _row_sum(_chunk_sums(torch.gt(probabilities, borders, out=flags).mul_(probabilities)))
     # Without top_p, rounding of the sum must not reject a token.
-    is_kept = (top_p >= 1.0) | (before < top_p * _row_sum(probabilities))
+    is_kept = (top_p >= 1.0) | (before < top_p * _row_sum(_chunk_sums(probabilities)))
     return torch.where(is_kept & (top_k <= 0) & (min_p <= 0), tokens, -1).squeeze(1)
 
 
@@ -57,11 +58,7 @@ def sample_by_inverse_cdf(probabilities: Tensor, draws: Tensor) -> Tensor:
     would take as long as sorting the top tokens.
     """
     size = probabilities.shape[-1]
-    whole = probabilities[:, : size - size % _CHUNK].unflatten(-1, (-1, _CHUNK))
-    rest = probabilities[:, size - size % _CHUNK :]
-    # Sum each chunk in float32, only the chunks in float64: float64 for all takes five times as long.
-    sums = [part.sum(dim=-1, keepdim=part is rest) for part in (whole, rest)]
-    cumulative = torch.cat(sums, dim=-1).cumsum(dim=-1, dtype=torch.float64)
+    cumulative = _chunk_sums(probabilities).cumsum(dim=-1, dtype=torch.float64)
     targets = draws * cumulative[:, -1:]
     at = torch.searchsorted(cumulative, targets, right=True).clamp_(max=(size - 1) // _CHUNK)
     before = torch.where(at > 0, cumulative.gather(1, (at - 1).clamp_(min=0)), 0.0)
@@ -121,6 +118,14 @@ def _top_p_mask(kept: Tensor, total: Tensor, filters: Tensor) -> Tensor:
     keep = (kept > 0) & (before < filters[1] * total)
     keep[:, 0].fill_(True)  # a top_p that rounds to 0 in float32 still keeps the most probable token
     return keep
+
+
+def _chunk_sums(probabilities: Tensor) -> Tensor:
+    # Each chunk in float32, and only the sums of chunks in float64: that for all takes five times as long.
+    size = probabilities.shape[-1]
+    whole = probabilities[:, : size - size % _CHUNK].unflatten(-1, (-1, _CHUNK))
+    rest = probabilities[:, size - size % _CHUNK :]
+    return torch.cat([whole.sum(dim=-1), rest.sum(dim=-1, keepdim=True)], dim=-1)
 
 
 def _row_sum(kept: Tensor) -> Tensor:

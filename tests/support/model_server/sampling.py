@@ -16,7 +16,7 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     """Sample one token per row with a sampler of its own."""
     numbered = [replace_index(row, index) for index, row in enumerate(rows)]
     sampler = Sampler(len(rows), logits.shape[1], torch.device("cpu"))
-    return sampler.launch(logits.clone(), numbered, [None] * len(rows)).result()[0]
+    return sampler.launch(logits.clone(), numbered).result()[0]
 
 
 def replace_index(row: SamplingRow, index: int) -> SamplingRow:

@@ -161,7 +161,7 @@ def test_the_sampler_stays_within_what_is_counted(
     rows = [SamplingRow(params, index, 1, token_ids=(1, 2), arrival_index=index) for index in range(64)]
     sampler, logits = Sampler(len(rows), VOCAB_SIZE, torch.device("cpu")), torch.randn(64, VOCAB_SIZE)
     with torch.profiler.profile(profile_memory=True) as profile:
-        sampler.launch(logits, rows, [params.logprobs] * len(rows)).result()
+        sampler.launch(logits, rows).result()
     profile.export_chrome_trace(str(tmp_path / "trace"))
     events = json.loads((tmp_path / "trace").read_text())["traceEvents"]
     changes = sorted((one["ts"], one["args"]["Bytes"]) for one in events if one["name"] == "[memory]")
