@@ -169,7 +169,7 @@ FEATURES = {
 
 @pytest.mark.parametrize("names", [[], *([name] for name in FEATURES), list(FEATURES)], ids="-".join)
 def test_launch_waits_for_nothing(names: list[str]) -> None:
-    """A step takes one copy to the device, or none if all is greedy, up to two from it, and waits for none."""
+    """A step takes one copy to the device, or none if all is greedy, up to two from it; waits for none."""
     rows = [
         SamplingRow(FEATURES[name], 1, 1, frozenset({2}), [4, 5, 5], b"\xff" * 40, index)
         for index, name in enumerate(names)
