@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from tests.support.kind.images import ROUTER
-from tests.support.kind.tools import Kubectl
+from tests.support.kind.tools import Kubectl, eventually
 
 GROUP = "external.metrics.k8s.io"
 _API = f"v1beta1.{GROUP}"
 _NAME = "metrics-adapter"
 _PORT = 6443
+# Before a Service is routed, another network's server may answer at its address; the API server would keep that
+# connection.
+_IS_ROUTED = """
+import ssl, sys, urllib.request
+context = ssl._create_unverified_context()
+print(urllib.request.urlopen(sys.argv[1], context=context, timeout=2).status)
+"""
 _SERVER = Path(__file__).with_name("metrics_adapter_server.py").read_text()
 
 
@@ -40,6 +48,12 @@ def start_adapter(kubectl: Kubectl, url: str) -> None:
             "metadata": {"name": _NAME},
             "spec": {"selector": labels, "ports": [{"port": 443, "targetPort": _PORT}]},
         },
+    )
+    kubectl("wait", "--for=condition=Ready", f"pod/{_NAME}", "--timeout=300s")
+    page = f"https://{_NAME}.{kubectl.namespace}.svc/apis/{GROUP}/v1beta1"
+    routed = partial(kubectl, "exec", _NAME, "--", "python", "-c", _IS_ROUTED, page)
+    eventually("the adapter's Service is routed", lambda: routed().strip() == "200")
+    kubectl.apply(
         {
             "apiVersion": "apiregistration.k8s.io/v1",
             "kind": "APIService",
