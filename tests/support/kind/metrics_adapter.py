@@ -12,7 +12,7 @@ GROUP = "external.metrics.k8s.io"
 _API = f"v1beta1.{GROUP}"
 _NAME = "metrics-adapter"
 _PORT = 6443
-# Before a Service is routed, another network's server may answer at its address; the API server would keep that
+# Before a Service is routed, a server outside may answer at its address; the API server would keep that
 # connection.
 _IS_ROUTED = """
 import ssl, sys, urllib.request
