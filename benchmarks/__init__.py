@@ -21,4 +21,4 @@ BENCHMARKS = {
     "engine": "the model server's engine compared with transformers and with the device's peak speeds",
     "macs": "multiply-accumulates of a generation with and without a KV cache",
 }
-"""What `kvroute bench NAME` measures, by name."""
+"""Benchmarks of `kvroute bench`, each with what it measures."""

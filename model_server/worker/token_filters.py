@@ -23,13 +23,13 @@ def draw_by_rejection(probabilities: Tensor, filters: Tensor, draws: Tensor) -> 
     top_k, top_p, min_p = filters
     tokens = sample_by_inverse_cdf(probabilities, draws)[:, None]
     own = probabilities.gather(1, tokens)
-    # Of tokens that are as probable, those with a lower id come first. On a CPU comparisons that give numbers
-    # are several times as fast as `torch.where`.
+    # Tokens of equal probability come in the order of their ids. Comparisons that give numbers are several
+    # times as fast as `torch.where` on a CPU.
     ids = torch.arange(probabilities.shape[1], device=tokens.device, dtype=torch.float32)
     flags = torch.lt(ids, tokens.float(), out=torch.empty_like(probabilities))
     borders = torch.sub(own, flags.mul_(own - own.nextafter(own.new_zeros(()))), out=flags)
     before = _row_sum(_chunk_sums(torch.gt(probabilities, borders, out=flags).mul_(probabilities)))
-    # Without top_p, rounding of the sum must not reject a token.
+    # Rounding of the sum must not reject a token where there is no top_p.
     is_kept = (top_p >= 1.0) | (before < top_p * _row_sum(_chunk_sums(probabilities)))
     return torch.where(is_kept & (top_k <= 0) & (min_p <= 0), tokens, -1).squeeze(1)
 

@@ -202,12 +202,14 @@ logger = logging.getLogger(__name__)
 
 _EXIT_FAILED = 1
 _NOTICE_MS = 1000
+_CALLS = "join", "execute_model", "store", "restore", "wait_transfer", "fence", "profile", "allocate", "free"
 # Run on a thread of their own, so that other requests' steps do not wait.
 _BACKGROUND_METHODS = {"load_adapter"}
 
 
 def execute_call(call: MethodCall, runner: ModelRunner, connection: Connection) -> None:
     """Execute a call of rank 0 and send the result if rank 0 waits for it."""
+    assert call.method in (*_CALLS, *_BACKGROUND_METHODS), f"unknown method: {call.method}"
     if call.method in _BACKGROUND_METHODS:
         threading.Thread(target=_send_result, args=(call, runner, connection), daemon=True).start()
     elif call.wants_result:

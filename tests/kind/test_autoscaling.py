@@ -21,6 +21,9 @@ _METRIC = "kvroute_router_queued_seconds_per_pod"
 def scaled(release: Release) -> Iterator[Release]:
     """Switch autoscaling on, with a metrics adapter that reads the routers' gauge."""
     base = base_values(release.kubectl.namespace)
+    release.install(base)
+    # An earlier test's values may still be in use by pods that this replaces.
+    release.await_settled(routers=2, model_servers=2)
     adapters = release.cluster.kubectl(f"{release.kubectl.namespace}-monitoring")
     adapters("create", "namespace", adapters.namespace)
     scaling = {"kind": "hpa", "minReplicas": 2, "maxReplicas": 3, "queuedSeconds": 0.002}
@@ -48,8 +51,7 @@ def test_queued_work_starts_a_model_server(scaled: Release) -> None:
         return False
 
     eventually("the autoscaler reads no queued work", is_idle)
-    # The release may still be replacing pods of an earlier test's values.
-    scaled.await_settled(routers=2, model_servers=2)
+    assert len(scaled.pods("model-server")) == 2
     with steady_load(scaled.url, clients=8, think_s=0.0):
         eventually("a third model server", lambda: len(scaled.pods("model-server")) == 3)
     scaled.await_settled(routers=2, model_servers=3)

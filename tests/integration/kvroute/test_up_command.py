@@ -166,8 +166,9 @@ def test_running_engines_get_a_router_and_an_envoy(tmp_path: Path) -> None:
     lines = seen.splitlines()
     outcomes = {tuple(line.split()[:2]) for line in lines}
     assert outcomes >= {("ok", check) for check in ("picks", "body", "stream")}, seen
-    # Whether tokens can be confirmed depends on the pod that got the request: one caches nothing.
-    assert outcomes & {("ok", "tokens"), ("skipped", "tokens")}, seen
+    # The router's and the engine's tokens are equally many; only one of the pods can confirm their ids.
+    tokens = next(line for line in lines if line.split()[1:2] == ["tokens"])
+    assert tokens.startswith("ok") or "by both counts; the engine caches nothing" in tokens
     failed = [line for line in lines if line.startswith("fail")]
     assert all(engines[1].address in line for line in failed)
     assert "start vLLM with --enable-prefix-caching" in seen

@@ -3,27 +3,21 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from model_server.requests import GREEDY_BELOW, SamplingParams
-from model_server.worker.sampler import ATTEMPTS, TEMPERATURE_MAX, Sampler, SamplingRow, uniform_draws
+from model_server.worker.sampler import TEMPERATURE_MAX, Sampler, SamplingRow, uniform_draws
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     """Sample one token per row with a sampler of its own."""
-    numbered = [replace_index(row, index) for index, row in enumerate(rows)]
+    numbered = [replace(row, arrival_index=index) for index, row in enumerate(rows)]
     sampler = Sampler(len(rows), logits.shape[1], torch.device("cpu"))
     return sampler.launch(logits.clone(), numbered).result()[0]
-
-
-def replace_index(row: SamplingRow, index: int) -> SamplingRow:
-    """Return the row as one of another request."""
-    return SamplingRow(
-        row.params, row.seed, row.position, row.banned, row.token_ids, row.allowed_bits, arrival_index=index
-    )
 
 
 def kept_tokens(probabilities: Sequence[float], params: SamplingParams) -> set[int]:
@@ -71,7 +65,7 @@ def sample_by_definition(logits: Sequence[float], row: SamplingRow) -> int:
     *attempts, last = uniform_draws([(row.seed, row.position)])[:, 0, 0].tolist()
     kept = kept_tokens(probabilities, params)
     if params.top_k <= 0 and params.min_p <= 0.0:
-        for draw in attempts[:ATTEMPTS]:
+        for draw in attempts:
             token = invert(probabilities, draw)
             if token in kept:
                 return token

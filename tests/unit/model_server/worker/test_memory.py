@@ -156,7 +156,7 @@ def test_the_sampler_stays_within_what_is_counted(
     params: SamplingParams, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sampling the largest batch takes no more bytes per logit than the size of the pool allows for."""
-    # As on a GPU, which draws for all rows at once.
+    # A GPU draws for all rows at once, and so does this test.
     monkeypatch.setattr("model_server.worker.sampler.CPU_BATCH_LOGITS", 1 << 40)
     rows = [SamplingRow(params, index, 1, token_ids=(1, 2), arrival_index=index) for index in range(64)]
     sampler, logits = Sampler(len(rows), VOCAB_SIZE, torch.device("cpu")), torch.randn(64, VOCAB_SIZE)

@@ -112,7 +112,7 @@ def test_tokens_are_those_of_the_definition(wanted: list[SamplingParams], seed: 
 
 @pytest.mark.parametrize("vocab_size", [5, 128, 1000])
 def test_rejected_draws_are_those_of_the_definition(vocab_size: int) -> None:
-    """Where top_p rejects most draws, the tokens are those of the definition, in vocabularies of any size."""
+    """Tokens are those of the definition where top_p rejects most draws, in vocabularies of any size."""
     logits = torch.linspace(1.0, 0.0, vocab_size).repeat(64, 1)
     params = [SamplingParams(max_tokens=1, top_p=top_p, logprobs=1) for top_p in (0.02, 0.3, 0.9, 1.0)] * 16
     rows = [SamplingRow(each, 5, index, arrival_index=index) for index, each in enumerate(params)]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from model_server.requests import SamplingParams
-from model_server.worker.sampler import SamplingRow
+from model_server.worker.sampler import SamplingRow, uniform_draws
 from model_server.worker.token_filters import (
     CANDIDATES,
     draw_by_rejection,
@@ -35,11 +35,11 @@ def filter_columns(row_params: list[SamplingParams]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64).T.unsqueeze(-1)
 
 
-def distribution(seed: int, temperature: float, steps: int) -> Tensor:
-    """Return random probabilities with many ties; sums of a few of them are exact."""
+def distribution(seed: int, temperature: float, steps: int, least: int = -18) -> Tensor:
+    """Return random probabilities with many ties, powers of two; sums of a few are exact, at -10 of all."""
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(VOCAB_SIZE, generator=generator) / temperature * steps).round() / steps
-    powers = 2.0 ** logits.clamp(-10, 4).round()
+    powers = 2.0 ** logits.clamp(least, 4).round()
     return powers / 2.0 ** torch.log2(powers.sum()).ceil()
 
 
@@ -86,7 +86,7 @@ def test_candidates_suffice_for_peaked_distributions() -> None:
 def test_candidates_give_the_token_of_the_full_sort(
     rows: list[SamplingParams], seed: int, temperature: float
 ) -> None:
-    """Where the candidates decide a draw, they give the same token as a full sort."""
+    """Candidates give the same token as a full sort where they decide a draw."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(rows), VOCAB_SIZE, generator=generator) / temperature
     probabilities, filters = logits.softmax(-1), filter_columns(rows)
@@ -98,19 +98,19 @@ def test_candidates_give_the_token_of_the_full_sort(
 
 
 @settings(deadline=None, max_examples=examples(60))
-@given(st.integers(0, 2**32), st.floats(0, 1 - 2**-40), st.sampled_from([0, 3, 40, 700]))
-def test_draw_inverts_the_cumulative_probability(seed: int, draw: float, top_k: int) -> None:
+@given(st.integers(0, 2**32), st.integers(0, 2**32), st.sampled_from([0, 3, 40, 700]))
+def test_draw_inverts_the_cumulative_probability(seed: int, position: int, top_k: int) -> None:
     """The drawn token is the first whose cumulative probability exceeds the draw, up to rounding."""
     logits = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
-    filters = filter_columns([SamplingParams(max_tokens=1, top_k=top_k)])
-    draws = torch.tensor([[draw]], dtype=torch.float64)
-    token = int(draw_from_all(logits.softmax(-1), filters, draws)[0])
-    probabilities = filter_probabilities(logits.softmax(-1), filters)
+    params = SamplingParams(max_tokens=1, top_k=top_k)
+    token = sample(logits, [SamplingRow(params, seed, position)])[0]
+    probabilities = filter_probabilities(logits.softmax(-1), filter_columns([params]))
     cumulated = probabilities[0].double().cumsum(-1)
+    draw = uniform_draws([(seed, position)])[-1 if top_k else 0].item()
     target = draw * cumulated[-1].item()
     assert probabilities[0, token] > 0
-    assert cumulated[token].item() > target - 1e-6
-    assert not token or cumulated[token].item() - probabilities[0, token].item() <= target + 1e-6
+    assert cumulated[token].item() > target - 1e-12
+    assert not token or cumulated[token].item() - probabilities[0, token].item() <= target + 1e-12
 
 
 @pytest.mark.parametrize("size", [1, 127, 128, 129, 255, 256, 257, 1000])
@@ -141,7 +141,9 @@ def test_single_token_check_agrees_with_the_full_sort(
 ) -> None:
     """The check of a single token against top_p agrees with the full sort, ties included."""
     rows = [SamplingParams(max_tokens=1, top_p=top_p) for top_p in top_ps]
-    probabilities = torch.stack([distribution(seed + row, temperature, 4) for row in range(len(rows))])
+    probabilities = torch.stack(
+        [distribution(seed + row, temperature, 4, least=-10) for row in range(len(rows))]
+    )
     wanted = [kept_tokens(row.tolist(), params) for row, params in zip(probabilities, rows, strict=True)]
     cumulated = probabilities.double().cumsum(1)
     for token_id in range(0, VOCAB_SIZE, 7):
@@ -155,6 +157,16 @@ def test_rows_with_other_filters_are_not_drawn_by_rejection(params: dict[str, fl
     """A row with top_k or min_p is left to the filters."""
     filters = filter_columns([SamplingParams(max_tokens=1, **params)])  # type: ignore[arg-type]
     assert draw_by_rejection(torch.ones(1, 10), filters, torch.zeros(1, 1).double()).tolist() == [-1]
+
+
+def test_top_p_rejects_tokens_beyond_it_unless_it_is_1() -> None:
+    """A token is kept if the more probable ones sum to less than top_p, or if top_p is 1."""
+    filters = filter_columns([SamplingParams(max_tokens=1, top_p=0.5)] * 4)
+    draws = (torch.arange(4, dtype=torch.float64)[:, None] + 0.5) / 4
+    assert draw_by_rejection(torch.ones(4, 4), filters, draws).tolist() == [0, 1, -1, -1]
+    filters = filter_columns([SamplingParams(max_tokens=1)])
+    rounded_down = torch.tensor([[1e-9, 1.0]])  # their sum is 1 in float32
+    assert draw_by_rejection(rounded_down, filters, torch.zeros(1, 1).double()).tolist() == [0]
 
 
 def drawn(probabilities: list[float], draw: float) -> int:
