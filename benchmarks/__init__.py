@@ -3,7 +3,7 @@
 import os
 
 BASE_PORT = int(os.environ.get("KVROUTE_BENCH_PORT", "21000"))
-"""First port of a benchmark's servers, which use up to 3,400 ports above it."""
+"""First port of a benchmark's servers, which use ports up to 999 above it."""
 
 BENCHMARKS = {
     "keys": "block keys of a prompt",

@@ -58,7 +58,7 @@ from router.prompts.tokenizer_sources import open_tokenizers
 from router.prompts.tokenizers import TokenizeOptions, TokenizerRegistry
 
 _PODS = 16
-_EVENTS_PORT, _REPLAY_PORT = BASE_PORT + 601, BASE_PORT + 701
+_EVENTS_PORT, _REPLAY_PORT = BASE_PORT + 201, BASE_PORT + 301
 _WAIT_S = 120.0
 # Far away, so that a busy machine cannot turn the measured work into a rejection.
 _DEADLINE_S = 30.0

@@ -23,7 +23,7 @@ from benchmarks.report import Report, options_of, options_parser
 
 _OURS, _OTHER = "kvroute", "gie_epp"
 _CLIENTS, _STREAM_CLIENTS = 32, 4
-_OTHER_BASE_PORT = BASE_PORT + 3000
+_OTHER_BASE_PORT = BASE_PORT + 500
 # Warm-up periods, until the tokenizer's caches contain the words of new turns, as in a long-running router.
 _STRETCHES_OF_WORDS = 12
 _WARM_STRETCHES = 3

@@ -22,7 +22,7 @@ from benchmarks.gateway_stack import HOST, Effort, StackSetting, gateway_stack, 
 from benchmarks.rival_environment import environment
 
 _PODS = 16
-_PODS_PORT, _PORT, _METRICS_PORT = BASE_PORT + 1101, BASE_PORT + 1000, BASE_PORT + 1001
+_PODS_PORT, _PORT, _METRICS_PORT = BASE_PORT + 101, BASE_PORT, BASE_PORT + 1
 _CLIENTS = 32
 _READY_S = 60.0
 

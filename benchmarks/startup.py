@@ -33,7 +33,6 @@ from kvroute.supervisor import check_ports
 
 _PODS = 16
 _ROUNDS = 5
-_BASE_PORT = BASE_PORT + 2000
 _POLL_S = 0.01
 _TIMEOUT_S = 120.0
 _LIBRARIES = (
@@ -73,7 +72,7 @@ def main() -> int:
         bodies = write_bodies(directory, tiny=True)["small"]
         model = str(model_directory(bodies))
         plan = plan_stack(
-            StackOptions(replicas=pods, port=_BASE_PORT + 50, base_port=_BASE_PORT, model=model), directory
+            StackOptions(replicas=pods, port=BASE_PORT + 50, base_port=BASE_PORT, model=model), directory
         )
         (directory / "pods.yaml").write_text(plan.files["pods.yaml"])
         with _fake_pods(plan, pods, bodies):

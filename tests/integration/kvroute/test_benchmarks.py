@@ -44,7 +44,7 @@ def test_every_figure_is_printed_as_one_json_object_a_line(name: str) -> None:
     if name == "pickers" and not go_picker.program_path().exists():
         pytest.skip("the Go picker is not compiled: `python -m benchmarks.pickers` does that, in minutes")
     argv = [KVROUTE, "bench", *name.split(), "--json", "--quick"]
-    environment = {**os.environ, "KVROUTE_BENCH_PORT": str(free_base(range(0, 3_400, 25)))}
+    environment = {**os.environ, "KVROUTE_BENCH_PORT": str(free_base(range(1_000)))}
     ran = subprocess.run(argv, capture_output=True, text=True, env=environment)
     assert ran.returncode == 0, ran.stderr
     lines = [json.loads(line) for line in ran.stdout.splitlines()]
