@@ -13,7 +13,7 @@ from functools import partial
 
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
-from router.doors.boundary import accepted_request_id, subset_hint, system_owned
+from router.doors.boundary import DESTINATION_HEADER, accepted_request_id, subset_hint, system_owned
 from router.doors.ext_proc_dialects import (
     SERVICE,
     BodyMode,
@@ -73,7 +73,7 @@ class _Exchange(Exchange):
     def __init__(self, service: ExtProcService, stream: ExchangeCall) -> None:
         self._dialect = dialect = service.dialect
         self._options = service.options
-        self._evictable = service.evictable
+        self._evictable, self._lifecycle = service.evictable, service.lifecycle
         self._stream = stream
         self.finished = self.is_routed = False
         self._body_mode = self._response_body_mode = BodyMode.FULL_DUPLEX_STREAMED
@@ -177,6 +177,7 @@ class _Exchange(Exchange):
         dialect, body = self._dialect, bytes(self._body)
         self._body.clear()
         request, sent = dialect.parse(self._request_without_body(), body)
+        self._note_repeats(request)
         decision = dialect.router.route(request, time.monotonic(), self._stream.is_active)
         self._track(decision, request)
         is_buffered = self._body_mode == BodyMode.BUFFERED
@@ -230,6 +231,12 @@ class _Exchange(Exchange):
         if self._response.pending is not None:
             self._response.abort()
             yield self._error_response(EvictedError())
+
+    def _note_repeats(self, request: RouteRequest) -> None:
+        """Record whether another filter of the same gateway has this request's pick already."""
+        named, lifecycle = request.headers.get(DESTINATION_HEADER), self._lifecycle
+        again = named is not None and lifecycle.ledger.is_on(request.request_id, named)
+        lifecycle.outcomes.called(request.request_id, again=again)
 
     def _count_dropped(self, reason: str) -> None:
         self._dialect.metrics.count("dropped_messages", SERVICE, reason)

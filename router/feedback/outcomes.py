@@ -36,7 +36,7 @@ Text = Annotated[str, Meta(max_length=512)]
 # A finite number of seconds.
 Seconds = Annotated[float, Meta(ge=0.0, le=sys.float_info.max)]
 
-SAME, RETRIED, OTHER, UNKNOWN = "same", "retried", "other", "unknown"
+SAME, RETRIED, OTHER, UNKNOWN, AGAIN = "same", "retried", "other", "unknown", "again"
 
 _COMPARED = 100
 _IGNORED_MIN = 10
@@ -72,19 +72,27 @@ class PodOutcomes:
     """Judges pods and the gateway by the ends of requests."""
 
     failures: PodFailures
-    served: Callable[[str], None]  # called with `SAME`, `RETRIED`, `OTHER` or `UNKNOWN` per logged request
+    # Called with `SAME`, `RETRIED`, `OTHER` or `UNKNOWN` per logged request, and with `AGAIN`.
+    served: Callable[[str], None]
 
     def __post_init__(self) -> None:
         self._repeated = RepeatedLog(_log)
         # True for each of the last compared requests that another pod served without a retry.
         self._ignored: deque[bool] = deque(maxlen=_COMPARED)
+        # True for each of the last calls by ext_proc that followed another one for the same request.
+        self._again: deque[bool] = deque(maxlen=_COMPARED)
         # Whether the access log repeats the ends of responses: only the log shows which pod served.
         self._is_repeated = False
 
     @property
     def picks_ignored(self) -> str | None:
         """Return the finding that the gateway ignores picks, as one sentence; None if it obeys."""
-        ignored = sum(self._ignored.copy())
+        again, ignored = sum(self._again.copy()), sum(self._ignored.copy())
+        if again >= _IGNORED_MIN:
+            return (
+                f"your gateway asks for a pick again and again: {again} of the last {len(self._again)} calls "
+                "were for a request that had one; call the picker from one filter per route"
+            )
         if ignored < _IGNORED_MIN:
             return None
         return (
@@ -112,6 +120,14 @@ class PodOutcomes:
                 self.failures.failed(pod, sent_s, now_s)
         elif report.event == DONE and (is_logged or not self._is_repeated):
             self.failures.succeeded(pod, sent_s)
+
+    def called(self, request_id: str, *, again: bool) -> None:
+        """Record a call by ext_proc; `again`: for a request that is in flight at the pod that it names."""
+        self._again.append(again)
+        if again:
+            self.served(AGAIN)
+            if (finding := self.picks_ignored) is not None:
+                self._repeated.event("again", "gateway", "called again: id=%s %s", request_id, finding)
 
     def repeated(self, dispatch: Dispatch, was_fault: bool, report: RequestReport, now_s: float) -> None:
         """Record Envoy's log entry of a response whose end, as a fault of the picked pod or not, is known."""

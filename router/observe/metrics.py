@@ -73,7 +73,7 @@ _COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     ),
     "dropped_messages": ("Invalid messages that were dropped.", ("door", "reason")),
     "served_requests": (
-        "Requests by whether the picked pod served them, from Envoy's access log.",
+        "Requests by whether the picked pod served them, by Envoy's log; again: repeated ext_proc calls.",
         ("outcome",),
     ),
     "response_usage": (

@@ -29,7 +29,7 @@ _REGISTERED_MAX = 1024
 _UNLOADED_MAX, _NAME_CHARS_MAX = 1000, 256
 
 ROLE_LABEL = "llm-d.ai/role"
-# InferencePool of a pod, set by the router where it has several.
+# InferencePools of a pod, with commas, set by the router where it follows several.
 POOL_LABEL = "kvroute.io/pool"
 
 # The first label present applies.
@@ -147,7 +147,11 @@ class PodSet:
         return (
             pods
             if not pool
-            else {address: pod for address, pod in pods.items() if pod.entry.labels.get(POOL_LABEL) == pool}
+            else {
+                address: pod
+                for address, pod in pods.items()
+                if pool in pod.entry.labels.get(POOL_LABEL, "").split(",")
+            }
         )
 
     def put(self, pod: Pod) -> None:

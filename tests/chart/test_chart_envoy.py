@@ -118,6 +118,20 @@ def test_a_gateways_route_has_the_same_paths() -> None:
     assert found == {*INFERENCE_PATHS, ("POST", "/detokenize")}
 
 
+def test_a_route_of_one_match_has_the_same_paths() -> None:
+    """With oneMatch the HTTPRoute has one match, an expression whose only operator is `|` between paths."""
+    gateway = {"httpRoute": {"parentRefs": [{"name": "inference"}], "oneMatch": True}}
+    objects = manifests(
+        {"mode": "gateway", "gateway": gateway, "paths": {"extra": [{"method": "GET", "path": "/a.b"}]}}
+    )
+    (rule,) = one(objects, "HTTPRoute", "")["spec"]["rules"]
+    (match,) = rule["matches"]
+    assert match["path"]["type"] == "RegularExpression"
+    paths = {path for _, path in INFERENCE_PATHS}
+    assert set(match["path"]["value"].split("|")) == {*paths, r"/a\.b"}
+    assert match.keys() == {"path"}
+
+
 def test_envoy_gateway_is_told_of_routers_and_picks() -> None:
     """Its policies name route, router and picks; the router finds pods by labels, without a pool."""
     objects = manifests(BEHIND_ENVOY_GATEWAY)

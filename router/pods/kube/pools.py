@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, replace
 from functools import partial
@@ -21,10 +22,9 @@ from router.pods.pod_set import POOL_LABEL, Pod, PodsSource
 
 @dataclass(eq=False)
 class PoolSources(PodsSource, Collector):
-    """Source of the pods of several pools, which have the label `POOL_LABEL`.
+    """Source of the pods of several pools, which are named in the pods' label `POOL_LABEL`.
 
-    Its metrics are those of each pool's source, with a label for the pool. A pod that several pools select
-    belongs to the first of them.
+    Its metrics are those of each pool's source, with a label for the pool. Several pools may select a pod.
 
     Raises:
         ConfigError: There are no credentials for a cluster.
@@ -58,13 +58,17 @@ class PoolSources(PodsSource, Collector):
         if all(entries is None for entries in changes.values()):
             return None
         by_address: dict[str, PodEntry] = {}
+        pools: defaultdict[str, list[str]] = defaultdict(list)
         for pool, entries in changes.items():
             if entries is not None:
-                labelled = (replace(one, labels={**one.labels, POOL_LABEL: pool}) for one in entries)
-                self._entries[pool] = tuple(labelled)
+                self._entries[pool] = entries
             for entry in self._entries.get(pool, ()):
                 by_address.setdefault(entry.pod, entry)
-        return tuple(by_address.values())
+                pools[entry.pod].append(pool)
+        return tuple(
+            replace(entry, labels={**entry.labels, POOL_LABEL: ",".join(pools[address])})
+            for address, entry in by_address.items()
+        )
 
     def status(self, now_s: float) -> Any:
         pools = {pool: source.status(now_s) for pool, source in self._sources.items()}
@@ -86,7 +90,8 @@ class PoolSources(PodsSource, Collector):
     def check(self, pods: Iterable[Pod], engines: Collection[EngineState], now_s: float) -> None:
         by_pool: Mapping[str, list[Pod]] = {pool: [] for pool in self._sources}
         for pod in pods:
-            by_pool[pod.entry.labels[POOL_LABEL]].append(pod)
+            for pool in pod.entry.labels[POOL_LABEL].split(","):
+                by_pool[pool].append(pod)
         for pool, source in self._sources.items():
             own = {pod.address for pod in by_pool[pool]}
             source.check(by_pool[pool], [one for one in engines if one.stream.pod in own], now_s)

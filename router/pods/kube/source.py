@@ -171,7 +171,8 @@ class KubeSource(PodsSource):
         state = DiscoveryState(
             errors={name: watch.error for name, watch in self._watches.items()},
             pool_listed=self._pools.listed,
-            pool=self._pool is not None,
+            # A pool that was just listed is in the mirror first.
+            pool=self._pool is not None or self.config.pool in self._pools.mirror.objects,
             pool_problem=self._pool_problem,
             selector=self.config.selector if self._pool is None else self._pool.selector,
             pods_listed=self._pods.listed,

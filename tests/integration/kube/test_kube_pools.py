@@ -44,6 +44,27 @@ def test_each_port_picks_pods_of_its_pool(namespace: Namespace) -> None:
         eventually(lambda: other.pick() == two.address, "the other pool is back")
 
 
+def test_a_pod_may_be_in_several_pools(namespace: Namespace) -> None:
+    """A pod that two pools select is picked at the port of each; both count it as theirs."""
+    namespace.pool(selector={"tier": "all"})
+    namespace.pool(OTHER, selector=OTHER_SELECTOR)
+    one = namespace.pod("one", labels={"tier": "all"})
+    two = namespace.pod("two", labels={"tier": "all", **OTHER_SELECTOR})
+    with (
+        kube_router(namespace.config(more_pools=((OTHER, 0),))) as router,
+        closing(Picker(router)) as picker,
+        closing(Picker(router, OTHER_PORT)) as other,
+    ):
+        eventually(lambda: picker.picks() == {one.address, two.address}, "both are picked")
+        assert other.picks() == {two.address}
+        page = get(router, "/metrics")[1].decode()
+        for pool, pods in ((POOL, 2), (OTHER, 1)):
+            assert f'kvroute_discovery_objects{{kind="pods",pool="{pool}"}} {pods}.0' in page
+        namespace.delete_pool(OTHER)
+        eventually(lambda: other.pick() == "", "the other pool's pods are forgotten")
+        assert picker.picks() == {one.address, two.address}
+
+
 def test_each_pool_has_rewrites_of_its_own(namespace: Namespace) -> None:
     """A rewrite applies at the port of its pool alone."""
     namespace.pool()

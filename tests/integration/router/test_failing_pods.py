@@ -79,6 +79,29 @@ def test_a_gateway_that_ignores_picks_is_named(
         assert ("your gateway ignores picks" in str(finding)) is ignores
 
 
+def asking_twice(settings: EnvoySettings) -> dict[str, Any]:
+    """Return the configuration of an Envoy with two filters that ask the router for each request's pick."""
+    config = bootstrap(settings)
+    (chain,) = config["static_resources"]["listeners"][0]["filter_chains"]
+    filters = chain["filters"][0]["typed_config"]["http_filters"]
+    (asking,) = (at for at, one in enumerate(filters) if one["name"] == "envoy.filters.http.ext_proc")
+    filters.insert(asking, filters[asking])
+    return config
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_gateway_that_asks_again_is_named(
+    tmp_path: Path, twice: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Further calls for a request in flight are counted, and /ready says so."""
+    if twice:
+        monkeypatch.setattr("tests.support.router.envoy.bootstrap", asking_twice)
+    with gateway(tmp_path, "ext_proc full") as served:
+        assert set(post_all(served, threads=2)) == {200}
+        assert served_requests(served, "again") == (REQUESTS if twice else 0)
+        assert ("asks for a pick again" in str(ready_page(served)["picks_ignored"])) is twice
+
+
 def test_pods_that_all_fail_stay_in_and_come_back(tmp_path: Path) -> None:
     """If all pods fail, none is out: clients get the pods' status, and 200 as soon as the pods recover."""
     with gateway(tmp_path, "ext_proc full") as served:
