@@ -196,6 +196,7 @@ class _Exchange(Exchange):
         """Pick a pod for a request whose body is empty or arrives after the pick."""
         self.is_routed = True
         request = self._request_without_body(body_bytes)
+        self._note_repeats(request)
         destination, decision = self._dialect.pick_without_body(request, self._stream.is_active)
         if decision is not None:
             self._response.expect(decision)

@@ -56,11 +56,13 @@ _CHAT = "/v1/chat/completions"
 def kind(request: pytest.FixtureRequest) -> str:
     """Return the value of the chart's gateway.kind."""
     param: str = request.param
+    if param == "inferencePool":
+        request.getfixturevalue("pools")
     return param
 
 
 @pytest.fixture(scope="module")
-def behind(cluster: Cluster, pools: None, kind: str) -> Iterator[Release]:
+def behind(cluster: Cluster, kind: str) -> Iterator[Release]:
     """Install the chart behind an Envoy Gateway, with two routers and two model servers."""
     run(*shlex.split(_PROGRAM), cluster.name)
     namespace = f"kvroute-{os.getpid()}-{kind.lower()}"
@@ -87,7 +89,10 @@ def test_picks_are_obeyed_from_the_first_answer(behind: Release, kind: str) -> N
     seen = [answer for answers in told for answer in answers]
     if kind == "envoyGateway":
         for answer in seen:
-            assert behind.decision(answer.request_id)["pod"] == answer.pod
+            decision = behind.decision(answer.request_id)
+            assert decision["pod"] == answer.pod
+            cached = decision["predicted_cached_tokens"], decision["delivered_cached_tokens"]
+            assert cached == (answer.cached_tokens, answer.cached_tokens)
     pages = [behind.page(router, "/debug/decisions?n=100") for router in behind.names("router")]
     decided = Counter(
         (one["prompt_tokens"], one["predicted_cached_tokens"], one["delivered_cached_tokens"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, replace
 from functools import partial
@@ -57,17 +56,15 @@ class PoolSources(PodsSource, Collector):
         changes = {pool: source.changed() for pool, source in self._sources.items()}
         if all(entries is None for entries in changes.values()):
             return None
-        by_address: dict[str, PodEntry] = {}
-        pools: defaultdict[str, list[str]] = defaultdict(list)
+        found: dict[str, tuple[PodEntry, list[str]]] = {}
         for pool, entries in changes.items():
             if entries is not None:
                 self._entries[pool] = entries
             for entry in self._entries.get(pool, ()):
-                by_address.setdefault(entry.pod, entry)
-                pools[entry.pod].append(pool)
+                found.setdefault(entry.pod, (entry, []))[1].append(pool)
         return tuple(
-            replace(entry, labels={**entry.labels, POOL_LABEL: ",".join(pools[address])})
-            for address, entry in by_address.items()
+            replace(entry, labels={**entry.labels, POOL_LABEL: ",".join(pools)})
+            for entry, pools in found.values()
         )
 
     def status(self, now_s: float) -> Any:

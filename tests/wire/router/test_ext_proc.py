@@ -97,6 +97,26 @@ def test_gateway_only_headers_of_a_client_are_overwritten_or_removed() -> None:
         }
 
 
+@pytest.mark.parametrize("mode", [BodyMode.FULL_DUPLEX_STREAMED, BodyMode.STREAMED])
+def test_a_call_for_a_picked_request_is_counted_as_such(mode: BodyMode) -> None:
+    """A call counts as repeated if the request is in flight at the named pod, with or without its body."""
+    with serving(both()) as served:
+
+        def call(request_id: str, **named: str) -> str:
+            config = mode, BodyMode.NONE
+            named |= {"x_request_id": request_id, "content_length": str(len(BODY))}
+            first = headers(path=COMPLETIONS, config=config, **named)
+            return set_headers(served.exchange(first, body(BODY))[0])[DESTINATION]
+
+        pod = call("r")
+        assert served.bench.sample("kvroute_router_served_requests_total", outcome="again") == 0
+        call("other", x_gateway_destination_endpoint=pod)
+        call("r", x_gateway_destination_endpoint="6.6.6.6:666")
+        assert served.bench.sample("kvroute_router_served_requests_total", outcome="again") == 0
+        call("r", x_gateway_destination_endpoint=pod)
+        assert served.bench.sample("kvroute_router_served_requests_total", outcome="again") == 1
+
+
 @pytest.mark.parametrize("on_body", [True, False])
 def test_the_subset_hint_is_taken_from_either_message(on_body: bool) -> None:
     """The gateway's subset applies whether it arrives with the headers or with the body."""
